@@ -1,18 +1,15 @@
-"""How long `otaro pack --calibrate` takes for LLaMA-3-8B's shapes: a few random layers are timed, the rest is
-extrapolated.
+"""How long `otaro pack --calibrate` takes for LLaMA-3-8B: random layers are timed, the rest extrapolated.
 
-    python benchmarks/bench_calibrate.py --device cuda                          # 128 x 512 tokens; 10 GB of disk in --folder
+    python benchmarks/bench_calibrate.py --device cuda      # 128 x 512 tokens; 10 GB of disk in --folder
     python benchmarks/bench_calibrate.py --shapes tiny --layers 2 --samples 4   # that it runs
 
 The checkpoint has `--layers` layers, an embedding and a head of the true size. Told are seconds for what
 comes before the first layer, for each layer (the first one warms up and counts for itself alone), for the
-head, and for the writing at the end, and what they come to with 32 layers. The bar: below 15 minutes on an
-H200.
+head, and for the writing at the end, and what they come to with 32 layers: below 15 minutes on an H200.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -21,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import LLAMA_8B, TINY, finish
+from common import LLAMA_8B, TINY, arguments, finish
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -49,50 +46,37 @@ def write_random(directory: Path, layers: int, shape: dict[str, int], device: st
         model = AutoModelForCausalLM.from_config(config)
     config.architectures = [type(model).__name__]
     config.save_pretrained(directory)
-    tensors = {
-        name: torch.ones(one.shape)
-        if "norm" in name
-        else torch.randn(one.shape, device=device).mul_(0.02).cpu()
-        for name, one in model.state_dict().items()
-    }
-    save_file(
-        {name: tensor.bfloat16() for name, tensor in tensors.items()},
-        directory / "model.safetensors",
-        {"format": "pt"},
-    )
+    tensors = {}
+    for name, one in model.state_dict().items():
+        norm = "norm" in name
+        made = torch.ones(one.shape) if norm else torch.randn(one.shape, device=device).mul_(0.02).cpu()
+        tensors[name] = made.bfloat16()
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Seconds that a calibration of LLaMA-3-8B's shapes takes.")
+    parser = arguments(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--layers", type=int, default=3, help="layers to time, two at least")
     parser.add_argument("--samples", type=int, default=run.SAMPLES, help="windows of 512 tokens")
     parser.add_argument("--shapes", choices=SHAPES, default="llama-3-8b")
-    parser.add_argument(
-        "--folder", type=Path, default=None, help="where to write checkpoint and model, then removed"
-    )
-    arguments = parser.parse_args()
-    shape = SHAPES[arguments.shapes]
+    parser.add_argument("--folder", type=Path, help="where to write checkpoint and model, then removed")
+    asked = parser.parse_args()
+    shape, layers = SHAPES[asked.shapes], range(1, asked.layers + 1)
     text.load_tokenizer = lambda directory: Words()
-    ids = torch.randint(0, shape["vocab_size"], (arguments.samples * text.LENGTH,))
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        write_random(Path(folder) / "model", arguments.layers, shape, arguments.device)
+    words = torch.randint(0, shape["vocab_size"], (asked.samples * text.LENGTH,)).tolist()
+    with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
+        write_random(Path(folder) / "model", asked.layers, shape, asked.device)
         moments: dict[str, float] = {}
 
         def note(what: str, done: int, total: int) -> None:
             moments.setdefault(what, time.perf_counter())
 
+        where, content = (Path(folder) / "model", Path(folder) / "out"), " ".join(map(str, words))
         started = time.perf_counter()
-        run.pack_calibrated(
-            Path(folder) / "model",
-            Path(folder) / "out",
-            " ".join(map(str, ids.tolist())),
-            samples=arguments.samples,
-            device=arguments.device,
-            progress=note,
-        )
+        run.pack_calibrated(*where, content, samples=asked.samples, device=asked.device, progress=note)
         ended = time.perf_counter()
-    begins = [moments[f"layer {number} of {arguments.layers}"] for number in range(1, arguments.layers + 1)]
+    begins = [moments[f"layer {number} of {asked.layers}"] for number in layers]
     first, *others = (later - begin for begin, later in pairwise([*begins, moments["head"]]))
     parts = {
         "before the first layer": begins[0] - started,
@@ -101,16 +85,14 @@ def main() -> None:
         "head": moments["packing"] - moments["head"],
         "writing": ended - moments["packing"],
     }
-    times = {"a layer": LAYERS - 1, "writing": LAYERS / arguments.layers}
+    times = {"a layer": LAYERS - 1, "writing": LAYERS / asked.layers}
     total = sum(times.get(name, 1) * seconds for name, seconds in parts.items())
     for name, seconds in parts.items():
         print(f"{name:24} {seconds:8.1f} s")
-    print(
-        f"{f'all of it, {LAYERS} layers':24} {total:8.1f} s = {total / 60:.1f} minutes (writing by "
-        "layers, at most)"
-    )
-    peak = torch.cuda.max_memory_allocated() if arguments.device.startswith("cuda") else None
-    about = {"device": device_name(arguments.device), "samples": arguments.samples}
+    minutes = f"{total / 60:.1f} minutes (writing by layers, at most)"
+    print(f"{f'all of it, {LAYERS} layers':24} {total:8.1f} s = {minutes}")
+    peak = torch.cuda.max_memory_allocated() if asked.device.startswith("cuda") else None
+    about = {"device": device_name(asked.device), "samples": asked.samples}
     finish({**about, "seconds": parts, "total_s": total, "peak_bytes": peak})
 
 

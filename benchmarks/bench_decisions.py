@@ -14,6 +14,7 @@ import asyncio
 import gzip
 import json
 import math
+import statistics
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,9 +68,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--sets", default="arc_easy,piqa")
     parser.add_argument("--skip", type=int, default=80, help="first rows, on which settings were tried")
-    parser.add_argument(
-        "--limit", type=int, default=400, help="rows of a set, half of them to choose the margin"
-    )
+    parser.add_argument("--limit", type=int, default=400, help="rows of a set, half to choose the margin")
     parser.add_argument("--agreement", type=float, default=0.95, help="share of decisions as E5M8 makes them")
     args = parser.parse_args()
     model = otaro.load(args.directory)
@@ -78,13 +77,13 @@ def main() -> None:
         with gzip.open(args.data / f"{name}.jsonl.gz", "rt") as file:
             rows = [SETS[name](json.loads(line)) for line in file][args.skip :][: args.limit]
         results.append(measured(model, name, rows, args.agreement))
-    finish(
-        {"benchmark": "decisions", "model": args.directory.name, "agreement": args.agreement, "sets": results}
-    )
+    about = {"benchmark": "decisions", "model": args.directory.name, "agreement": args.agreement}
+    finish(about | {"sets": results})
 
 
 def measured(model: Any, name: str, rows: list[Asked], agreement: float) -> dict[str, Any]:
     """One set; printed, and for the last line."""
+    ways = (COARSE, "auto", FINE)
     choosing, reported = rows[::2], rows[1::2]
     made = asyncio.run(ask_all(model, choosing, (COARSE, FINE), Settings()))
     least = smallest_margin(made[COARSE], made[FINE], agreement)
@@ -99,13 +98,9 @@ def measured(model: Any, name: str, rows: list[Asked], agreement: float) -> dict
     print(f"\n{name}: {len(choosing)} rows to choose the margin, {len(reported)} reported")
     print(f"  margin, asked again at {FINE}           {least:.3f}, {again:.1%}")
     print(f"  {'':18}{COARSE:>8}{'auto':>8}{FINE:>8}")
-    print(
-        "  accuracy          " + "".join(f"{right[key]:>8.3f}" for key in (COARSE, "auto", FINE)) + "  "
-        "(+- "
-        f"{error:.3f})"
-    )
+    print(f"  accuracy          {''.join(f'{right[key]:>8.3f}' for key in ways)}  (+- {error:.3f})")
     print(f"  decided as {FINE}   {alike:>8.1%}{same:>8.1%}{1:>8.1%}")
-    print("  milliseconds      " + "".join(f"{1e3 * seconds[key]:>8.1f}" for key in (COARSE, "auto", FINE)))
+    print(f"  milliseconds      {''.join(f'{1e3 * seconds[key]:>8.1f}' for key in ways)}")
     print(f"  time saved by auto  {saved:+.1%}")
     return {
         "set": name, "rows": len(reported), "margin": least, "escalated": again, "accuracy": right,
@@ -114,12 +109,9 @@ def measured(model: Any, name: str, rows: list[Asked], agreement: float) -> dict
 
 
 def quiet_mean(seconds: list[float]) -> float:
-    """The mean; a request that took more than twice the median, which is another process's doing, counts as
-    that.
-    """
-    ordered = sorted(seconds)
-    most = 2 * ordered[len(ordered) // 2]
-    return sum(min(one, most) for one in seconds) / len(seconds)
+    """The mean; what took more than twice the median, which is another process's doing, counts as that."""
+    most = 2 * statistics.median_high(seconds)
+    return statistics.fmean(min(one, most) for one in seconds)
 
 
 def share_of(made: list[Made], answers: list[int]) -> float:

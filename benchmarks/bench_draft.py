@@ -1,5 +1,4 @@
-"""What a draft gains on a GPU: LLaMA-3-8B's shapes, E5M8 drafted at E5M3, with the acceptance measured
-elsewhere.
+"""What a draft gains on a GPU: LLaMA-3-8B's shapes, E5M8 drafted at E5M3, acceptance measured elsewhere.
 
     python benchmarks/bench_draft.py                                     # a minute
     python benchmarks/bench_draft.py --accept 0.8,0.85,0.9 --draft E5M4
@@ -18,6 +17,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import gpu
@@ -81,9 +81,9 @@ def main(words: list[str] | None = None) -> None:
     cache = decoder.new_cache(None, capacity=CONTEXT + TOKENS + 2 * MOST)
     fill(cache, CONTEXT)
     judge, draft = (decoder.description.all_at(one) for one in (asked.judge, asked.draft))
-    contenders: dict[str, Callable[[], int]] = {"alone": lambda: plain(decoder, cache, judge)}
+    contenders: dict[str, Callable[[], int]] = {"alone": partial(plain, decoder, cache, judge)}
     for count in range(1, MOST + 1):
-        contenders[str(count)] = lambda k=count: drafted(decoder, cache, judge, draft, k, accepted)  # type: ignore[misc]
+        contenders[str(count)] = partial(drafted, decoder, cache, judge, draft, count, accepted)
     times: dict[str, list[float]] = {one: [] for one in contenders}
     for number in range(2 + asked.rounds):  # graphs are captured the second time
         for one, run in contenders.items():
@@ -92,7 +92,6 @@ def main(words: list[str] | None = None) -> None:
             made = run()
             if number > 1:
                 times[one].append((time.perf_counter() - started) / made)
-    alone = statistics.median(times["alone"])
     rows = {}
     print(f"{name}, {asked.judge} drafted at {asked.draft}, behind {CONTEXT} tokens; accepted {asked.accept}")
     for one, mine in times.items():
@@ -100,18 +99,10 @@ def main(words: list[str] | None = None) -> None:
         rows[one] = {"tokens_per_s": 1 / statistics.median(mine), "gain": statistics.median(gains)}
         print(f"{one:>6}  {rows[one]['tokens_per_s']:8.1f} tokens/s  {rows[one]['gain']:.2f}x")
     best = max(row["gain"] for row in rows.values())
-    print(
-        f"{'holds' if best >= NEEDED else 'missed'}: {best:.2f} times {asked.judge} alone, asked for {NEEDED}"
-    )
-    finish(
-        {
-            "gpu": name,
-            "accepted": accepted,
-            "seconds_alone": alone,
-            "rows": rows,
-            "torch_cuda": torch.version.cuda,
-        }
-    )
+    verdict = "holds" if best >= NEEDED else "missed"
+    print(f"{verdict}: {best:.2f} times {asked.judge} alone, asked for {NEEDED}")
+    about = {"gpu": name, "accepted": accepted, "seconds_alone": statistics.median(times["alone"])}
+    finish(about | {"rows": rows, "torch_cuda": torch.version.cuda})
 
 
 if __name__ == "__main__":

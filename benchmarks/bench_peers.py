@@ -1,13 +1,12 @@
 """Products of other nested formats beside ours and cuBLAS in float16, on one GPU in one run.
 
-    python benchmarks/bench_peers.py --anybcq DIR --matgptq DIR       # checkouts of their repositories
-    python benchmarks/bench_peers.py --anybcq DIR --arch 90           # build alone, for compute capability 9.0; needs no GPU
+    python benchmarks/bench_peers.py --anybcq DIR --matgptq DIR   # checkouts of their repositories
+    python benchmarks/bench_peers.py --anybcq DIR --arch 90   # build alone, for capability 9.0; needs no GPU
 
 Any-Precision's kernel is the one in AnyBCQ's repository. Marlin, which is not nested, joins where vLLM is
 installed. Weights are random; copies of each matrix take 200 MB at least, so that they come from memory;
 launches are captured into graphs, contenders take turns, and medians count. Activations are float16, ours
-integers already, as a decoder has them. AnyBCQ's kernel adds to its output, so that setting that to zero
-counts.
+integers already, as a decoder has them. AnyBCQ's kernel adds to its output: setting that to zero counts.
 """
 
 from __future__ import annotations
@@ -34,13 +33,12 @@ OURS = [Precision(name) for name in ("E5M3", "E5M4", "E5M8")]
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument(
-        "--anybcq", type=Path, metavar="DIR", help="a checkout of AnyBCQ, with Any-Precision's kernel in it"
-    )
-    parser.add_argument("--matgptq", type=Path, metavar="DIR", help="a checkout of MatGPTQ")
-    parser.add_argument(
-        "--build", type=Path, default=ROOT / "build" / "peers", metavar="DIR", help="where libraries are kept"
-    )
+    for name, default, what in (
+        ("--anybcq", None, "a checkout of AnyBCQ, with Any-Precision's kernel in it"),
+        ("--matgptq", None, "a checkout of MatGPTQ"),
+        ("--build", ROOT / "build" / "peers", "where libraries are kept"),
+    ):
+        parser.add_argument(name, type=Path, default=default, metavar="DIR", help=what)
     parser.add_argument("--arch", metavar="90", help="build for this compute capability, and stop")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the last line to a file too")
@@ -68,12 +66,8 @@ def main() -> None:
         title = f"{tokens} token{'s' if tokens > 1 else ''}, us (times cuBLAS in float16)"
         print_speedups(title, {shape: result["seconds"][str(tokens)] for shape, result in results.items()})
     wrong = [name for name, error in errors.items() if error >= peers.TOLERANCE]
-    wrong += [
-        f"{shape} {name}"
-        for shape, result in results.items()
-        for name, one in result["checks"].items()
-        if one["wrong"]
-    ]
+    for shape, result in results.items():
+        wrong += [f"{shape} {name}" for name, one in result["checks"].items() if one["wrong"]]
     finish({**about, "benchmark": "peers", "rounds": asked.rounds, "errors": errors, **results}, asked.json)
     if wrong:
         raise SystemExit(f"wrong: {', '.join(wrong)}")
@@ -90,10 +84,8 @@ def one_shape(rows: int, length: int, found: list[peers.Peer], rounds: int) -> d
         weights[peer.name] = [first, *copies(bytes_of_one, partial(peer.weights, rows, length))[1:]]
     seconds, scratch = {}, cuda.Scratch(torch.device(gpu.DEVICE))
     for tokens in TOKENS:
-        x, out = (
-            torch.randn(tokens, length, device=gpu.DEVICE).half(),
-            torch.empty(tokens, rows, device=gpu.DEVICE),
-        )
+        x = torch.randn(tokens, length, device=gpu.DEVICE).half()
+        out = torch.empty(tokens, rows, device=gpu.DEVICE)
         digits, about = cuda.to_digits(x, GROUP_SIZE), half_seconds(size)
         graphs = {"float16": rotating(halves, about, multiply_half, x)}
         for precision in OURS:

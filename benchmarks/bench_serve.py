@@ -50,6 +50,7 @@ ROUNDS = 4  # of one client, then many
 WORDS = (5, 20, 60, 120)  # of prompts, in turns
 AGAIN = 48  # answers to prompts of their own that are asked for again
 PATIENCE = 60  # seconds for answers that are under way when the time is up
+Body = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Contender:
 
     name: str
     command: list[str]
-    body: dict[str, Any]
+    body: Body
     precisions: list[str]
     """Asked for in turns; one that is empty for a server that has no choice."""
 
@@ -68,7 +69,7 @@ class Result:
     """What became of one request."""
 
     case: int
-    asked: dict[str, Any] = field(default_factory=dict)
+    asked: Body = field(default_factory=dict)
     text: str = ""
     timely: int = 0
     """Tokens that came before the round was over."""
@@ -96,9 +97,8 @@ class Load:
     @property
     def cached(self) -> float:
         """The share of the prompts' tokens that need not be read."""
-        return sum(result.cached for result in self.results) / max(
-            1, sum(result.prompt for result in self.results)
-        )
+        whole = sum(result.prompt for result in self.results)
+        return sum(result.cached for result in self.results) / max(1, whole)
 
     def first_tokens(self, number: int, of: int) -> list[float]:
         """Seconds until the first token, of requests at one of so many precisions."""
@@ -113,9 +113,8 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument(
-        "--seconds", type=float, default=120.0, help="of the load, in all; one client gets a quarter"
-    )
+    seconds = "of the load, in all; one client gets a quarter"
+    parser.add_argument("--seconds", type=float, default=120.0, help=seconds)
     parser.add_argument("--cases", type=int, default=48, help="different requests")
     parser.add_argument("--tokens", type=int, default=48, help="of an answer")
     parser.add_argument("--fresh", action="store_true", help="no prompt comes twice")
@@ -139,7 +138,7 @@ def main() -> None:
         sys.exit(1)
 
 
-def make_cases(number: int, tokens: int) -> list[dict[str, Any]]:
+def make_cases(number: int, tokens: int) -> list[Body]:
     """Requests: half of the answers are sampled."""
     words = [word for word in documentation_text("heldout").split() if word.strip(".,;:()").isalpha()]
     cases = []
@@ -147,36 +146,21 @@ def make_cases(number: int, tokens: int) -> list[dict[str, Any]]:
         length = WORDS[case % len(WORDS)]
         start = 131 * case % (len(words) - length)
         sampled = {"temperature": 0.8, "top_p": 0.95} if case % 2 else {"temperature": 0.0}
-        cases.append(
-            {"prompt": " ".join(words[start : start + length]), "max_tokens": tokens, "seed": case, **sampled}
-        )
+        prompt = " ".join(words[start : start + length])
+        cases.append({"prompt": prompt, "max_tokens": tokens, "seed": case, **sampled})
     return cases
 
 
 def contenders(args: argparse.Namespace, scratch: Path) -> Iterator[Contender]:
-    otaro = [
-        sys.executable,
-        "-m",
-        "otaro",
-        "serve",
-        str(args.directory),
-        "--max-sequences",
-        str(args.clients),
-    ]
+    options = f"--max-sequences {args.clients} --name model --port".split()
+    command = [sys.executable, "-m", "otaro", "serve", str(args.directory), *options]
     extra = {"ignore_eos": True, "stream_options": {"include_usage": True}}
-    yield Contender("otaro serve", [*otaro, "--name", "model", "--port"], extra, [*map(str, PRECISIONS)])
+    yield Contender("otaro serve", command, extra, [*map(str, PRECISIONS)])
     if args.against:
-        export(args.directory, scratch / "model.gguf", precision="E5M8", to="gguf", type="Q5_0")
-        server = [
-            args.llama_python,
-            "-m",
-            "llama_cpp.server",
-            "--n_threads",
-            str(os.cpu_count()),
-            "--n_ctx",
-            "2048",
-        ]
-        server += ["--interrupt_requests", "False", "--model", str(scratch / "model.gguf"), "--port"]
+        gguf = scratch / "model.gguf"
+        export(args.directory, gguf, precision="E5M8", to="gguf", type="Q5_0")
+        options = f"--n_threads {os.cpu_count()} --n_ctx 2048 --interrupt_requests False --port".split()
+        server = [args.llama_python, "-m", "llama_cpp.server", "--model", str(gguf), *options]
         no_end = {"logit_bias": {"2": -100.0}, "logit_bias_type": "input_ids"}
         yield Contender("llama.cpp's server, Q5_0", server, no_end, [""])
 
@@ -194,9 +178,8 @@ def started(contender: Contender) -> Iterator[tuple[int, psutil.Process]]:
             while True:
                 if process.poll() is not None or time.monotonic() > end:
                     log.seek(0)
-                    raise DidNotStart(
-                        f"{contender.name} did not start:\n{log.read().decode(errors='replace')[-2000:]}"
-                    )
+                    said = log.read().decode(errors="replace")[-2000:]
+                    raise DidNotStart(f"{contender.name} did not start:\n{said}")
                 try:
                     socket.create_connection(("127.0.0.1", port), 1).close()
                     break
@@ -209,31 +192,22 @@ def started(contender: Contender) -> Iterator[tuple[int, psutil.Process]]:
 
 
 async def measured(
-    contender: Contender,
-    cases: list[dict[str, Any]],
-    port: int,
-    process: psutil.Process,
-    args: argparse.Namespace,
+    contender: Contender, cases: list[Body], port: int, process: psutil.Process, args: argparse.Namespace
 ) -> dict[str, Any]:
     """One client and many in turns."""
     precisions, compared, serial = contender.precisions, contender.precisions != [""], count(1)
 
-    def body(case: int) -> dict[str, Any]:
-        precision = precisions[case % len(precisions)]
-        asked = {
-            **cases[case],
-            **contender.body,
-            "stream": True,
-            **({"precision": precision} if precision else {}),
-        }
-        return asked | ({"prompt": f"{next(serial)}. {asked['prompt']}"} if args.fresh else {})
+    def body(case: int) -> Body:
+        asked = cases[case] | contender.body | {"stream": True}
+        if precision := precisions[case % len(precisions)]:
+            asked["precision"] = precision
+        if args.fresh:
+            asked["prompt"] = f"{next(serial)}. {asked['prompt']}"
+        return asked
 
     await ask(port, 0, body(0))  # whatever a first request loads
-    alone = {
-        case: (await ask(port, case, body(case))).text
-        for case in range(len(cases))
-        if compared and not args.fresh
-    }
+    first = range(len(cases)) if compared and not args.fresh else ()
+    alone = {case: (await ask(port, case, body(case))).text for case in first}
     each = args.seconds / ROUNDS
     one, many = Load(1, each / 4), Load(args.clients, each)
     for number in range(ROUNDS):
@@ -253,25 +227,21 @@ async def measured(
             row = {"p50": statistics.median(found), "p95": statistics.quantiles(found, n=20)[-1]}
             table[precision or "all"] = row | {"one": statistics.median(single) if single else float("nan")}
     gains = [rate / single for rate, single in zip(many.rates, one.rates, strict=True)]
-    resident = [many.memory[len(many.memory) // part] for part in (10, 2)] + [
-        many.memory[-1],
-        max(many.memory),
-    ]
+    resident = [many.memory[at] for at in (len(many.memory) // 10, len(many.memory) // 2, -1)]
     return {
-        "name": contender.name, "clients": args.clients, "seconds": args.seconds, "answers": len(many.results),
-        "tokens_per_second": statistics.fmean(many.rates), "one_client": statistics.fmean(one.rates),
-        "gain": statistics.median(gains), "gains": gains, "cached": [many.cached, one.cached],
+        "name": contender.name, "clients": args.clients, "seconds": args.seconds,
+        "answers": len(many.results), "tokens_per_second": statistics.fmean(many.rates),
+        "one_client": statistics.fmean(one.rates), "gain": statistics.median(gains), "gains": gains,
+        "cached": [many.cached, one.cached],
         "errors": len(errors), "first_error": errors[:1], "different": different, "compared": len(said),
-        "memory": resident, "first_token": table,
+        "memory": [*resident, max(many.memory)], "first_token": table,
     }  # fmt: skip
 
 
 def print_summary(found: dict[str, Any]) -> None:
     gains = ", ".join(f"{gain:.2f}" for gain in found["gains"])
-    print(
-        f"\n{found['name']}: {found['clients']} clients for {found['seconds']:.0f} s, {found['answers']} "
-        "answers"
-    )
+    load = f"{found['clients']} clients for {found['seconds']:.0f} s"
+    print(f"\n{found['name']}: {load}, {found['answers']} answers")
     rates = f"{found['tokens_per_second']:.1f}, one client {found['one_client']:.1f}"
     print(f"  tokens a second      {rates}: {found['gain']:.2f} times ({gains})")
     print("  prompts in the cache {:.0%} of the tokens, one client {:.0%}".format(*found["cached"]))
@@ -287,16 +257,9 @@ def print_summary(found: dict[str, Any]) -> None:
 
 
 async def round_of(
-    load: Load,
-    port: int,
-    body: Callable[[int], dict[str, Any]],
-    cases: int,
-    process: psutil.Process,
-    first: int,
+    load: Load, port: int, body: Callable[[int], Body], cases: int, process: psutil.Process, first: int
 ) -> None:
-    """Clients that ask one request after the other, each beginning at another; answers under way are waited
-    for a while.
-    """
+    """Clients that ask in turn, each beginning elsewhere; answers under way are waited for a while."""
     start, results = time.perf_counter(), list[Result]()
     load.memory.append(process.memory_info().rss)
 
@@ -320,24 +283,19 @@ async def round_of(
     load.results += [*results, *[Result(-1, error=f"no answer within {PATIENCE} s of the end")] * len(late)]
 
 
-async def ask(port: int, case: int, body: dict[str, Any], until: float = float("inf")) -> Result:
-    """One request on a connection of its own; a client this plain takes little of the cores that the server
-    needs.
-    """
+async def ask(port: int, case: int, body: Body, until: float = float("inf")) -> Result:
+    """One request on a connection of its own; a client this plain takes little of the server's cores."""
     result, started_at = Result(case, body), time.perf_counter()
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)
         content = json.dumps(body).encode()
-        head = (
-            "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: "
-            "application/json\r\nConnection: close\r\n"
-        )
-        writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += f"Connection: close\r\nContent-Length: {len(content)}\r\n\r\n"
+        writer.write(head.encode() + content)
         status = await reader.readline()
         if b" 200 " not in status:
-            result.error = (
-                f"{status.decode().strip()} {(await reader.read())[-200:].decode(errors='replace')}"
-            )
+            said = (await reader.read())[-200:].decode(errors="replace")
+            result.error = f"{status.decode().strip()} {said}"
         ended = False
         while line := await reader.readline():
             if not line.startswith(b"data: "):

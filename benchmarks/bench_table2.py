@@ -1,5 +1,4 @@
-"""The paper's Table 2 on a GPU: memory and decoding speed of LLaMA-3-8B at every precision, and what they are
-made of.
+"""The paper's Table 2 on a GPU: memory and speed of LLaMA-3-8B at every precision, and what makes them up.
 
     python benchmarks/bench_table2.py                         # everything, a few minutes
     python benchmarks/bench_table2.py --only layer,decode     # some parts
@@ -8,14 +7,13 @@ made of.
 Weights are random: only their shapes matter here. Parts:
 
     layer         every product of a layer with 1 to 128 tokens, the head's with one, beside cuBLAS in float16
-    batch         one large matrix times 1 to 128 tokens: where integers, then halves straight from the planes stop paying
+    batch         one large matrix times 1 to 128 tokens: where integers, then halves of planes stop paying
     prompts       500 and 4,000 tokens read by our own decoder, in float16 and packed
     transformers  float16 through transformers, compiled with a static cache, behind 2,000 tokens
     decode        float16 and every precision through our own decoder, keys and values in float16 and packed
 
-Matrices are copied until they take 200 MB, so that they come from memory; launches are captured into graphs
-and contenders replayed in turn, and medians count. Results are checked against the reference before anything
-is timed.
+Matrices are copied until they take 200 MB, so that they come from memory; launches are captured into graphs,
+contenders replayed in turn, and medians count. Results are checked by the reference before they are timed.
 """
 
 from __future__ import annotations
@@ -87,8 +85,7 @@ def main() -> None:
     for part in parts:
         try:
             results[part] = SECTIONS[part](rounds)
-        except Exception as error:
-            # a GPU's time is dear: other parts still run, and the failure is part of the result
+        except Exception as error:  # a GPU's time is dear: other parts still run, and the failure is told
             traceback.print_exc(file=sys.stdout)
             results[part] = {"failed": f"{type(error).__name__}: {error}"}
         gpu.release()
@@ -104,19 +101,14 @@ def main() -> None:
 def judged(results: dict[str, Any]) -> Iterator[Bar]:
     """What was asked for, as far as the parts that ran can tell."""
     if total := results.get("layer", {}).get("summed_seconds"):
-        model = results["layer"]["model_seconds"]
+        one = results["layer"]["model_seconds"]
         for precision, factor in SUMMED.items():
-            yield Bar(
-                f"products of one token at {precision}, times float16",
-                model["float16"] / model[precision],
-                factor,
-            )
+            what = f"products of one token at {precision}, times float16"
+            yield Bar(what, one["float16"] / one[precision], factor)
         for precision, by_tokens in TIMES_HALF.items():
             for tokens, factor in by_tokens.items():
-                one, what = (
-                    total[str(tokens)],
-                    f"a layer's products of {tokens} tokens at {precision}, times float16",
-                )
+                one = total[str(tokens)]
+                what = f"a layer's products of {tokens} tokens at {precision}, times float16"
                 yield Bar(what, one["float16"] / one[precision], factor)
         slower = max(one["E5M3"] / one["E5M4"] for one in total.values())
         yield Bar("time of E5M3 beside E5M4 with one token or several", slower, 1.0, at_least=False)
@@ -126,24 +118,20 @@ def judged(results: dict[str, Any]) -> Iterator[Bar]:
             for precision in map(str, table2_products.MULTIPLIED):
                 what = f"reading {tokens} tokens at {precision}, time beside float16 of our own"
                 yield Bar(what, one[precision] / one["float16"], factor, at_least=False)
-    rows, theirs = (
-        results.get("decode", {}).get("rows", {}),
-        results.get("transformers", {}).get("tokens_per_s"),
-    )
-    for cache in table2_decode.CACHES if rows else ():
+    rows, theirs = results.get("decode", {}).get("rows"), results.get("transformers", {}).get("tokens_per_s")
+    if not rows:
+        return
+    own = rows[table2_decode.HALF]["tokens_per_s"]
+    for cache in table2_decode.CACHES:
         row = rows[table2_decode.row_name(E5M4, cache)]
-        title = f"a token at E5M4 with the {cache} cache"
+        speed, title = row["tokens_per_s"], f"a token at E5M4 with the {cache} cache"
         if theirs:
-            yield Bar(
-                f"{title}, times transformers compiled", row["tokens_per_s"] / theirs, AGAINST_TRANSFORMERS
-            )
-        own = rows[table2_decode.HALF]["tokens_per_s"]
-        yield Bar(f"{title}, times float16 of our own", row["tokens_per_s"] / own, AGAINST_OWN_HALF)
-    if rows:
-        row = rows[table2_decode.row_name(E5M4, "E5M4")]
-        total, held = row["accounted"]["total_gib"], row["allocated_gib"]
-        yield Bar("GiB of weights and cache at E5M4, by their sizes", total, MEMORY_GIB, at_least=False)
-        yield Bar("GiB of weights and cache at E5M4, as allocated", held, MEMORY_GIB, at_least=False)
+            yield Bar(f"{title}, times transformers compiled", speed / theirs, AGAINST_TRANSFORMERS)
+        yield Bar(f"{title}, times float16 of our own", speed / own, AGAINST_OWN_HALF)
+    row = rows[table2_decode.row_name(E5M4, "E5M4")]
+    total, held = row["accounted"]["total_gib"], row["allocated_gib"]
+    yield Bar("GiB of weights and cache at E5M4, by their sizes", total, MEMORY_GIB, at_least=False)
+    yield Bar("GiB of weights and cache at E5M4, as allocated", held, MEMORY_GIB, at_least=False)
 
 
 def print_bars(bars: list[Bar]) -> None:

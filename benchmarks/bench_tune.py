@@ -1,13 +1,12 @@
-"""What a tuning step costs: time and peak memory of each method beside plain fine-tuning, alternating in one
-run.
+"""What a tuning step costs: time and peak memory of each method beside plain fine-tuning, in turns.
 
 Every contender trains the same model on the same random tokens for some steps, in turn, several rounds over;
 a first round, in which steps are compiled, and the first steps of each turn are not counted. `trainer` is
 transformers' own Trainer; `fp` is ours tuning at full precision. Peak memory is what tensors took on the GPU
 at most while counted steps ran, without the allocator's rounding. On a GPU all of them run compiled, too.
 
-    python benchmarks/bench_tune.py                                   # a GPU, the shape of SmolLM2-135M, 8 x 512 tokens
-    python benchmarks/bench_tune.py --device cpu --shape builtin      # two cores
+    python benchmarks/bench_tune.py                                # a GPU, SmolLM2-135M, 8 x 512 tokens
+    python benchmarks/bench_tune.py --device cpu --shape builtin   # two cores
 """
 
 from __future__ import annotations
@@ -24,15 +23,8 @@ from typing import Any
 
 import torch
 from common import SMOLLM2, arguments, finish
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    PrinterCallback,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-    logging,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments, logging
+from transformers.trainer_callback import PrinterCallback, TrainerCallback
 
 from otaro.builtin import MODEL_DIR
 from otaro.evaluate.machine import in_turns
@@ -45,8 +37,7 @@ METHODS: dict[str, Options | None] = {
     "trainer": None,
     "fp": Options(method="fp"),
     "uniform": Options(),
-    # quantized weights are not held but made twice a step, as where memory is short
-    "uniform, made again": Options(),
+    "uniform, made again": Options(),  # quantized weights are made twice a step, as where memory is short
     "otaro": Options(method="otaro"),
     "otaro, host": Options(method="otaro", accumulator="host"),
     "distill": Options(distill=0.5, distill_at=PRECISIONS),  # a teacher at every step
@@ -81,14 +72,11 @@ def turn(
     with tempfile.TemporaryDirectory() as scratch:
         settings = TrainingArguments(
             scratch, per_device_train_batch_size=a.batch_size, max_steps=a.steps, learning_rate=1e-5,
-            report_to=[], use_cpu=not cuda, bf16=cuda, save_strategy="no", logging_strategy="no", disable_tqdm=True,
-            logging_nan_inf_filter=False, optim="adamw_torch_fused",
+            report_to=[], use_cpu=not cuda, bf16=cuda, save_strategy="no", logging_strategy="no",
+            disable_tqdm=True, logging_nan_inf_filter=False, optim="adamw_torch_fused",
         )  # fmt: skip
-        common = {
-            "model": model,
-            "args": settings,
-            "train_dataset": [{"input_ids": row, "labels": row} for row in tokens],
-        }
+        rows = [{"input_ids": row, "labels": row} for row in tokens]
+        common = {"model": model, "args": settings, "train_dataset": rows}
         trainer = Trainer(**common) if options is None else OtaroTrainer(**common, otaro=options)
         trainer.judge = lambda: 0.0  # so that weights are averaged, though nothing is held out
         if compiled:
@@ -121,12 +109,10 @@ def main() -> None:
     a = parser.parse_args()
     logging.set_verbosity_error()
 
-    smollm2 = a.shape == "smollm2"
-    config = (
-        LlamaConfig(**SMOLLM2, max_position_embeddings=8192)
-        if smollm2
-        else LlamaConfig.from_pretrained(MODEL_DIR)
-    )
+    if a.shape == "smollm2":
+        config = LlamaConfig(**SMOLLM2, max_position_embeddings=8192)
+    else:
+        config = LlamaConfig.from_pretrained(MODEL_DIR)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     parameters = sum(p.numel() for p in model.parameters())
@@ -139,9 +125,8 @@ def main() -> None:
     found = in_turns(turns, a.rounds, lambda name: print(name, file=sys.stderr, flush=True))
     times = {name: [statistics.fmean(seconds) for seconds, _ in rounds] for name, rounds in found.items()}
     peaks = {name: max(peak for _, peak in rounds) for name, rounds in found.items()}
-    print(
-        f"{parameters / 1e6:.1f} M parameters, {a.batch_size} x {a.sequence_length} tokens, AdamW, {a.device}"
-    )
+    size = f"{a.batch_size} x {a.sequence_length} tokens"
+    print(f"{parameters / 1e6:.1f} M parameters, {size}, AdamW, {a.device}")
     print(f"{'':24}{'ms a step':>12}{'of fp':>8}{'tokens/s':>12}{'peak MB':>10}{'over fp, MB':>13}")
     rows = {}
     for name in turns:
@@ -149,16 +134,13 @@ def main() -> None:
         ratio = statistics.median(one / fp for one, fp in zip(times[name], times[base], strict=True))
         mean = statistics.median(times[name])
         speed = a.batch_size * a.sequence_length / mean
-        over = peaks[name] - peaks[base]
-        print(
-            f"{name:24}{1000 * mean:12.1f}{ratio:8.2f}{speed:12.0f}{peaks[name] / 1e6:10.0f}{over / 1e6:13.0f}"
-        )
+        peak, over = peaks[name] / 1e6, (peaks[name] - peaks[base]) / 1e6
+        print(f"{name:24}{1000 * mean:12.1f}{ratio:8.2f}{speed:12.0f}{peak:10.0f}{over:13.0f}")
         rows[name] = {"seconds": mean, "of_fp": ratio, "peak_bytes": peaks[name], "rounds": times[name]}
     if a.device == "cuda":
         print(f"one set of gradients: {4 * parameters / 1e6:.0f} MB; {torch.cuda.get_device_name()}")
-    finish(
-        {"benchmark": "tune", "device": a.device, "shape": a.shape, "parameters": parameters, "rows": rows}
-    )
+    about = {"benchmark": "tune", "device": a.device, "shape": a.shape, "parameters": parameters}
+    finish(about | {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""What the GPU benchmarks share: launches captured into graphs, timed in turn; the speed of a plain copy;
-which GPU it was.
+"""What the GPU benchmarks share: launches captured into graphs, timed in turn; a copy's speed; which GPU.
 
 A graph repeats its launches without the host, so that what is timed is the GPU's own work. Contenders run in
 turn, round after round, between two events each, and the median of a contender's rounds counts: whatever
@@ -22,15 +21,12 @@ import common
 import torch
 
 LONG_ENOUGH = 2e-3
-"""Seconds that a graph should take: what lies between an event and its first kernel is less than a percent.
-"""
+"""Seconds that a graph should take: between an event and its first kernel is less than a percent of it."""
 COPIED = 2 << 30  # bytes
 DEVICE = "cuda"
 STD = 0.02  # of weights in float16
 ROTATED = 200_000_000
-"""Bytes that the copies of a matrix take at least, so that it comes from memory and not from the cache of 60
-MB.
-"""
+"""Bytes that the copies of a matrix take at least: it is to come from memory, not the cache of 60 MB."""
 
 Weights = TypeVar("Weights")
 
@@ -81,9 +77,7 @@ def halves(rows: int, length: int) -> torch.Tensor:
     return torch.empty(rows, length, dtype=torch.float16, device=DEVICE).normal_(std=STD)
 
 
-def rotating(
-    weights: Sequence[Weights], seconds: float, call: Callable[..., Any], *arguments: Any
-) -> Captured:
+def rotating(weights: Sequence[Any], seconds: float, call: Callable[..., Any], *arguments: Any) -> Captured:
     """Calls of about so many seconds with each copy of the weights in turn, all equally often."""
     rounds = max(1, round(LONG_ENOUGH / seconds / len(weights)))
     return capture(lambda number: call(weights[number % len(weights)], *arguments), rounds * len(weights))

@@ -82,12 +82,8 @@ def cache_bytes(tokens: int, precision: Precision | None) -> int:
 
 def step_bytes(tokens: int, precision: Precision | None, cache: Precision | None) -> int:
     """What a token after so many must read: products' weights, a row of the embedding, norms, the cache."""
-    return (
-        product_bytes(precision)
-        + matrix_bytes(1, HIDDEN, precision)
-        + NORM_BYTES
-        + cache_bytes(tokens, cache)
-    )
+    weights = product_bytes(precision) + matrix_bytes(1, HIDDEN, precision)
+    return weights + NORM_BYTES + cache_bytes(tokens, cache)
 
 
 # Random weights ---------------------------------------------------------------------------------------------

@@ -45,21 +45,22 @@ _ANYBCQ = """#include "anyprec.h"
 #include "anybcq.h"
 using Half = __half;
 using Stream = cudaStream_t;
-extern "C" void any_precision(Half* x, Half* out, uint32_t* planes, Half* table, int tokens, int rows, int length, int bits,
-                              Stream stream) {
+extern "C" void any_precision(Half* x, Half* out, uint32_t* planes, Half* table, int tokens, int rows,
+                              int length, int bits, Stream stream) {
   anyprec_matmul(x, out, planes, table, tokens, rows, length, bits, stream);
 }
-extern "C" void any_precision_decode(uint32_t* planes, Half* table, Half* out, int rows, int length, int bits, Stream stream) {
+extern "C" void any_precision_decode(uint32_t* planes, Half* table, Half* out, int rows, int length, int bits,
+                                     Stream stream) {
   anyprec_dequant_kbit(planes, rows, length, table, out, bits, stream);
 }
-extern "C" void any_bcq(uint32_t* planes, Half* scales, Half* offsets, Half* x, Half* out, int rows, int length, int bits,
-                        int planes_there, int group, Stream stream) {
+extern "C" void any_bcq(uint32_t* planes, Half* scales, Half* offsets, Half* x, Half* out, int rows,
+                        int length, int bits, int planes_there, int group, Stream stream) {
   cudaMemsetAsync(out, 0, sizeof(Half) * rows, stream);  // it adds to what is there
   nqmv_bias<<<dim3((rows + 1023) / 1024, (length + 63) / 64), 256, 0, stream>>>(
     planes, scales, offsets, x, out, rows, length, bits, planes_there, group);
 }
-extern "C" void any_bcq_decode(uint32_t* planes, Half* scales, Half* offsets, Half* out, int rows, int length, int bits,
-                               int planes_there, int group, Stream stream) {
+extern "C" void any_bcq_decode(uint32_t* planes, Half* scales, Half* offsets, Half* out, int rows, int length,
+                               int bits, int planes_there, int group, Stream stream) {
   dequantize_t<<<dim3(length / 4, rows / 64), dim3(4, 16), 0, stream>>>(
     planes, scales, offsets, out, rows, length, bits, planes_there, group);
 }
@@ -68,8 +69,8 @@ _MATGPTQ = """#include <vector>
 #include "gemm.h"
 #include "utils.h"
 using namespace MATGPTQ_CUDA;
-extern "C" void matgptq(uint32_t* weights, __half* scales, __half* x, __half* out, int rows, int length, int tokens, int bits,
-                        int group, cudaStream_t stream) {
+extern "C" void matgptq(uint32_t* weights, __half* scales, __half* x, __half* out, int rows, int length,
+                        int tokens, int bits, int group, cudaStream_t stream) {
   Features features{};
   features.flags.is_async = 1;
   matmul_matgptq_host(bits, group, rows, length, tokens, weights, scales, x, out, stream, features);
@@ -80,11 +81,16 @@ extern "C" void matgptq_pack(const u8* codes, u32* out, int rows, int length, in
   std::vector<u64> first(size), fourth(size), fifth(size);
   std::vector<u32> second(size), third(size);
   swizzle_weights(bits, rows, length, codes, moved.data(), false);
-  split_up_n_bits(bits, rows, length, moved.data(), first.data(), second.data(), third.data(), fourth.data(), fifth.data());
-  swizzle_matgptq(bits, size, first.data(), second.data(), third.data(), fourth.data(), fifth.data(), out, out + size,
-                  out + 2 * size, out + 3 * size, out + 4 * size, out + 5 * size, out + 6 * size, out + 7 * size);
+  split_up_n_bits(bits, rows, length, moved.data(), first.data(), second.data(), third.data(), fourth.data(),
+                  fifth.data());
+  swizzle_matgptq(bits, size, first.data(), second.data(), third.data(), fourth.data(), fifth.data(), out,
+                  out + size, out + 2 * size, out + 3 * size, out + 4 * size, out + 5 * size, out + 6 * size,
+                  out + 7 * size);
 }
 """
+
+
+Multiply = Callable[[list[torch.Tensor], torch.Tensor, torch.Tensor], None]
 
 
 @dataclass
@@ -96,7 +102,7 @@ class Peer:
     """Which numbers of them it takes."""
     weights: Callable[[int, int], list[torch.Tensor]]
     """Random ones, of so many rows of so many weights."""
-    multiply: Callable[[list[torch.Tensor], torch.Tensor, torch.Tensor], None]
+    multiply: Multiply
     """Of weights and float16 [tokens, length] into float16 [tokens, rows]."""
     check: Callable[[], float]
     """The relative error of a small product."""
@@ -105,9 +111,8 @@ class Peer:
 def anybcq(checkout: Path, folder: Path, arch: str) -> Iterator[Peer]:
     """Any-Precision at 3, 4 and 8 bits, AnyBCQ at 3 and 4."""
     source = checkout / "anybcq" / "inference" / "custom_kernel"
-    library = _library(
-        "anybcq", _ANYBCQ, [source / "anyprec.cu", source / "anybcq.cu"], [source], folder, arch, "-std=c++17"
-    )
+    files = [source / "anyprec.cu", source / "anybcq.cu"]
+    library = _library("anybcq", _ANYBCQ, files, [source], folder, arch, "-std=c++17")
     for bits in (3, 4, 8):
         yield _any_precision(library, bits)
     for bits in (3, _BCQ_BITS):
@@ -131,13 +136,10 @@ def _any_precision(library: Any, bits: int) -> Peer:
 
 def _any_bcq(library: Any, bits: int) -> Peer:
     def weights(rows: int, length: int) -> list[torch.Tensor]:
-        shape = (length // GROUP, bits, rows)
-        scales = torch.rand(shape, device="cuda").half()
-        return [
-            _bits(length // 32, _BCQ_BITS, rows),
-            scales,
-            torch.randn(shape[0], rows, device="cuda").half(),
-        ]
+        groups = length // GROUP
+        scales = torch.rand(groups, bits, rows, device="cuda").half()
+        offsets = torch.randn(groups, rows, device="cuda").half()
+        return [_bits(length // 32, _BCQ_BITS, rows), scales, offsets]
 
     def multiply(made: list[torch.Tensor], x: torch.Tensor, out: torch.Tensor) -> None:
         _call(library.any_bcq, *made, x, out, out.shape[1], x.shape[1], bits, _BCQ_BITS, GROUP)
@@ -153,13 +155,7 @@ def _any_bcq(library: Any, bits: int) -> Peer:
 def matgptq(checkout: Path, folder: Path, arch: str) -> Iterator[Peer]:
     """At 3, 4 and 8 bits."""
     source = checkout / "inference_lib" / "matgptq_cuda" / "csrc"
-    flags = (
-        "-std=c++20",
-        "--expt-relaxed-constexpr",
-        "--use_fast_math",
-        "-DNDEBUG",
-        f"-DTARGET_CUDA_ARCH={arch}",
-    )
+    flags = f"-std=c++20 --expt-relaxed-constexpr --use_fast_math -DNDEBUG -DTARGET_CUDA_ARCH={arch}".split()
     files = [source / "matgptq_gemm.cu", source / "utils.cpp"]
     library = _library("matgptq", _MATGPTQ, files, [source, source / "include"], folder, arch, *flags)
     for bits in (3, 4, 8):
@@ -177,9 +173,8 @@ def _matgptq(library: Any, bits: int) -> Peer:
         (rows, length), groups = CHECKED, CHECKED[1] // GROUP
         codes = torch.randint(1 << bits, CHECKED, dtype=torch.uint8)
         packed = torch.zeros(bits, rows, length // 32, dtype=torch.int32)
-        library.matgptq_pack(
-            *(ctypes.c_void_p(one.data_ptr()) for one in (codes, packed)), rows, length, bits
-        )
+        addresses = (ctypes.c_void_p(one.data_ptr()) for one in (codes, packed))
+        library.matgptq_pack(*addresses, rows, length, bits)
         scales = torch.rand(rows, groups).half() / (1 << 8)
         values = (codes.unflatten(1, (groups, GROUP)).float() - (1 << (bits - 1))) * scales.float()[..., None]
         # as it wants them: of sixteen rows, group by group
@@ -191,28 +186,21 @@ def _matgptq(library: Any, bits: int) -> Peer:
 
 
 def marlin() -> Peer:
-    """At 4 bits with float16 scales for 128, from an installed vLLM of 0.32; `ImportError` says why there is
-    none.
-    """
+    """At 4 bits with float16 scales for 128, of vLLM 0.32; `ImportError` says why there is none."""
     from vllm import _custom_ops as ops
-    from vllm.model_executor.layers.quantization.utils.marlin_utils import (
-        marlin_make_workspace_new,
-        marlin_permute_scales,
-    )
+    from vllm.model_executor.layers.quantization.utils import marlin_utils
     from vllm.scalar_type import scalar_types
 
     if not hasattr(torch.ops._C, "marlin_gemm"):
         raise ImportError("the installed vLLM is built without Marlin's kernels")
-    workspace = marlin_make_workspace_new(torch.device("cuda"))
+    workspace = marlin_utils.marlin_make_workspace_new(torch.device("cuda"))
 
     def made_of(codes: torch.Tensor, scales: torch.Tensor) -> list[torch.Tensor]:
         """Codes 0 to 15 [length, rows] eight to a word, scales [groups, rows]."""
         length, rows = codes.shape
         words = sum(codes.view(length // 8, 8, rows)[:, i].int() << 4 * i for i in range(8))
-        return [
-            ops.gptq_marlin_repack(words, length, rows, 4),
-            marlin_permute_scales(scales, length, rows, GROUP),
-        ]
+        permuted = marlin_utils.marlin_permute_scales(scales, length, rows, GROUP)
+        return [ops.gptq_marlin_repack(words, length, rows, 4), permuted]
 
     def weights(rows: int, length: int) -> list[torch.Tensor]:
         codes = torch.randint(16, (length, rows), device="cuda")
@@ -244,12 +232,7 @@ def _call(function: Any, *given: Any) -> None:
     function(*arguments, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
 
 
-def _error(
-    multiply: Callable[[list[torch.Tensor], torch.Tensor, torch.Tensor], None],
-    made: list[torch.Tensor],
-    decoded: torch.Tensor,
-    tokens: int,
-) -> float:
+def _error(multiply: Multiply, made: list[torch.Tensor], decoded: torch.Tensor, tokens: int) -> float:
     """Relative, of all numbers together; infinite where one was not written."""
     x = torch.randn(tokens, decoded.shape[1], device="cuda").half() / decoded.shape[1]
     out = torch.full((tokens, len(decoded)), torch.nan, dtype=torch.float16, device="cuda")
@@ -266,13 +249,12 @@ def _library(
     if missing := [str(one) for one in sources if not one.is_file()]:
         sys.exit(f"--{name}: there is no {missing[0]}; give the folder of a checkout")
     headers = [header for include in includes for header in sorted(include.glob("*.*h"))]
-    words = [one.encode() for one in (*_HEADERS.values(), wrapper, arch, *flags)]
-    digest = hashlib.sha256(
-        b"\0".join([*(one.read_bytes() for one in (*sources, *headers)), *words])
-    ).hexdigest()[:16]
-    path = folder / f"{name}-{digest}.so"
+    parts = [one.read_bytes() for one in (*sources, *headers)]
+    parts += [one.encode() for one in (*_HEADERS.values(), wrapper, arch, *flags)]
+    digest = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+    made = folder / f"{name}-{digest}"
+    path = made.with_suffix(".so")
     if not path.exists():
-        made = folder / f"{name}-{digest}"
         for header, text in _HEADERS.items():
             (made / header).parent.mkdir(parents=True, exist_ok=True)
             (made / header).write_text(text)
@@ -280,8 +262,9 @@ def _library(
         print(f"building {name}, half a minute", flush=True)
         command = [
             _nvcc(), "-shared", "-O3", "-Xcompiler", "-fPIC,-w", "-w", "--threads", "0",
-            f"-gencode=arch=compute_{arch},code=sm_{arch}", *flags, f"-I{made}", *(f"-I{one}" for one in includes),
-            *map(str, sources), str(made / "wrapper.cu"), "-o", str(made / "made.so"),
+            f"-gencode=arch=compute_{arch},code=sm_{arch}", *flags, f"-I{made}",
+            *(f"-I{one}" for one in includes), *map(str, sources), str(made / "wrapper.cu"),
+            "-o", str(made / "made.so"),
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
@@ -291,9 +274,6 @@ def _library(
 
 
 def _nvcc() -> str:
-    found = shutil.which("nvcc") or shutil.which(
-        "nvcc", path=str(Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin")
-    )
-    return found or sys.exit(
-        "kernels of others are built by nvcc, and there is none: install the CUDA toolkit, or set CUDA_HOME"
-    )
+    toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin"
+    found = shutil.which("nvcc") or shutil.which("nvcc", path=str(toolkit))
+    return found or sys.exit("there is no nvcc to build them: install the CUDA toolkit, or set CUDA_HOME")

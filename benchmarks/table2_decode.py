@@ -1,5 +1,4 @@
-"""Parts of bench_table2.py that decode LLaMA-3-8B with random weights, token after token, behind a context of
-2,000.
+"""Parts of bench_table2.py that decode LLaMA-3-8B with random weights behind a context of 2,000 tokens.
 
 Through transformers as its users run it fast, and through our own decoder at every precision. A token of ours
 is one launch of a captured graph, which also chooses the next one and leaves it where the following step
@@ -51,9 +50,7 @@ class Contender(NamedTuple):
 
 
 def rounds_of(contenders: Mapping[str, Contender], rounds: int, steps: int) -> dict[str, list[float]]:
-    """Seconds of a step of each contender, in every round; contenders take turns, and the first turn is not
-    counted.
-    """
+    """Seconds of a step of each contender in every round, by turns of which the first does not count."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(rounds + 1):
         for name, contender in contenders.items():
@@ -78,13 +75,9 @@ def accounted(precision: Precision | None, cache: Precision | None) -> dict[str,
 
 
 def through_transformers(rounds: int) -> dict[str, Any]:
-    """Float16 as transformers' users run it fast: static cache, the forward of one token compiled with CUDA
-    graphs.
-    """
-    say(
-        "\nfloat16 through transformers, compiled (mode reduce-overhead) with a static cache; compiling "
-        "takes a minute"
-    )
+    """Float16 as users of transformers run it fast: static cache, one token's forward in CUDA graphs."""
+    how = "compiled (mode reduce-overhead) with a static cache"
+    say(f"\nfloat16 through transformers, {how}; compiling takes a minute")
     contender = transformers_contender()
     started = time.perf_counter()
     for _ in range(3):  # compiles, then records the graph
@@ -176,10 +169,8 @@ def row_name(precision: Precision, cache: str) -> str:
 
 def decode(rounds: int) -> dict[str, Any]:
     """Float16 and every precision, with keys and values in float16 and at E5M4."""
-    say(
-        f"\nour decoder behind {CONTEXT} tokens; weights are made plane by plane, and memory is read in "
-        "between"
-    )
+    made = "weights are made plane by plane, and memory is read in between"
+    say(f"\nour decoder behind {CONTEXT} tokens; {made}")
     copy_rate = gpu.copy_rate(rounds)
     say(f"a plain copy moves {copy_rate / 1e12:.2f} TB/s, bytes read and written counted")
     gpu.release()
@@ -232,9 +223,8 @@ def print_table(results: Mapping[str, Any]) -> None:
     if not rows:
         return
     say("\nTable 2: LLaMA-3-8B with 2,000 tokens of context (the paper's figures are from its own GPU)")
-    say(
-        f"{'':28}{'memory':>10}{'allocated':>11}{'tokens/s':>10}{'x float16':>11}{'x own f16':>11}{'of bound':>10}"
-    )
+    head = ("memory", "allocated", "tokens/s", "x float16", "x own f16", "of bound")
+    say(" " * 28 + "{:>10}{:>11}{:>10}{:>11}{:>11}{:>10}".format(*head))
     for name, (memory, speed) in PAPER.items():
         say(f"{'the paper, ' + name:28}{memory:7.2f} GB{'':11}{speed:10.2f}{speed / PAPER[HALF][1]:11.2f}")
     if theirs:
@@ -246,10 +236,8 @@ def print_table(results: Mapping[str, Any]) -> None:
         times = f"{speed / theirs:11.2f}" if theirs else f"{'':11}"
         sizes = f"{total:6.2f} GiB{row['allocated_gib']:11.3f}"
         say(f"{'ours, ' + name:28}{sizes}{speed:10.1f}{times}{speed / own:11.2f}{row['of_bound']:10.0%}")
-    say(
-        "x float16: times transformers compiled, of the paper's rows its own; of bound: of the bytes at the "
-        "speed of a copy"
-    )
+    bound = "of bound: of the bytes at the speed of a copy"
+    say(f"x float16: times transformers compiled, of the paper's rows its own; {bound}")
 
 
 # Prompts ----------------------------------------------------------------------------------------------------

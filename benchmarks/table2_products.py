@@ -1,6 +1,4 @@
-"""Parts of bench_table2.py that need no model: products of one token and of several, beside cuBLAS in
-float16.
-"""
+"""Parts of bench_table2.py that need no model: products of tokens, beside cuBLAS in float16."""
 
 from __future__ import annotations
 
@@ -10,6 +8,7 @@ import gpu
 import torch
 from gpu import alternate, copies, rotating, say
 from llama3 import PRODUCTS, Product, at, matrix_bytes, random_packed
+from torch import Tensor
 from torch.nn.functional import linear
 
 from otaro.kernels import cuda, halves, hopper_halves, reference
@@ -25,7 +24,7 @@ LAYER_TOKENS = (1, 4, 8, 16, 32, 64, 128)
 MULTIPLIED = [Precision(name) for name in ("E5M8", "E5M4", "E5M3")]
 
 
-def multiply_half(matrix: torch.Tensor, x: torch.Tensor) -> None:
+def multiply_half(matrix: Tensor, x: Tensor) -> None:
     """In float16 throughout, by cuBLAS."""
     linear(x, matrix)
 
@@ -39,21 +38,15 @@ def half_seconds(size: int) -> float:
 
 
 def layer(rounds: int) -> dict[str, Any]:
-    """Every product of a layer with 1 to 128 tokens as the kernels before it leave them; the head's with one."""
-    results: dict[str, Any] = {}
+    """Every product of a layer with 1 to 128 tokens as kernels before it leave them; the head's with one."""
+    results, tables, total = {}, {}, {}
     for product in PRODUCTS:
-        results[product.name] = of_product(product, rounds)
+        results[product.name] = found = of_product(product, rounds)
+        tables[product.name] = {tokens: one["seconds"] for tokens, one in found.items()}
         gpu.release()
-    tables = {
-        name: {tokens: one["seconds"] for tokens, one in result.items()} for name, result in results.items()
-    }
     names = ("float16", *map(str, MULTIPLIED))
-    total = {
-        str(tokens): {
-            name: sum(tables[one.name][str(tokens)][name] for one in PRODUCTS[:-1]) for name in names
-        }
-        for tokens in LAYER_TOKENS
-    }
+    for tokens in map(str, LAYER_TOKENS):
+        total[tokens] = {name: sum(tables[one.name][tokens][name] for one in PRODUCTS[:-1]) for name in names}
     model = {name: sum(one.count * tables[one.name]["1"][name] for one in PRODUCTS) for name in names}
     for title, by_tokens in (tables | {"a layer": total, "32 layers and the head": {"1": model}}).items():
         print_speedups(f"{title}, us by tokens (times float16)", by_tokens)
@@ -64,8 +57,7 @@ def of_product(product: Product, rounds: int) -> dict[str, Any]:
     """Seconds by tokens and contender, after checks on numbers of their own."""
     half, coarsest = product.nbytes(None), product.nbytes(MULTIPLIED[-1])
     rotated = copies(coarsest, lambda: [random_packed(rows, product.length) for rows in product.rows])
-    # all of the product in one
-    matrices = copies(half, lambda: gpu.halves(sum(product.rows), product.length))
+    matrices = copies(half, lambda: gpu.halves(sum(product.rows), product.length))  # all in one
     about, results = half_seconds(half), {}
     for tokens in LAYER_TOKENS if product.count > 1 else (1,):  # the head sees the last token alone
         x = torch.randn(tokens, product.length, device=gpu.DEVICE, dtype=torch.float16)
@@ -87,12 +79,7 @@ def of_product(product: Product, rounds: int) -> dict[str, Any]:
 
 
 def multiply_many(
-    matrices: list[Packed],
-    digits: Any,
-    x: torch.Tensor,
-    outs: list[torch.Tensor],
-    scratch: cuda.Scratch,
-    arranged: bool = False,
+    matrices: list[Packed], digits: Any, x: Tensor, outs: list[Tensor], scratch: Any, arranged: bool = False
 ) -> None:
     """Tokens that are integers already, or float16."""
     if len(outs[0]) <= cuda.MOST_TOKENS:
@@ -131,16 +118,14 @@ def check(matrices: list[Packed], tokens: int = 1) -> dict[str, Any]:
     return {"errors": errors, "same_bits": same, "unwritten": unwritten, "wrong": not right}
 
 
-def check_roads(x: torch.Tensor, packed: Packed) -> dict[str, Any]:
+def check_roads(x: Tensor, packed: Packed) -> dict[str, Any]:
     """Products in float16; decoded values are rounded on the way."""
     errors = {name: sampled(x, packed, ROADS[name](packed, x))[2] for name in ("halves", "decoded")}
     return {"errors": errors, "wrong": not all(error < ROUNDED for error in errors.values())}
 
 
-def sampled(x: torch.Tensor, packed: Packed, out: torch.Tensor) -> tuple[torch.Tensor, Packed, float]:
-    """On the CPU: products of some rows, those rows, and how far the former are from the decoded weights in
-    float64.
-    """
+def sampled(x: Tensor, packed: Packed, out: Tensor) -> tuple[Tensor, Packed, float]:
+    """On the CPU: products of some rows, those rows, and how far the former are from float64."""
     rows = len(packed.base)
     some = torch.cat([torch.tensor([0, rows - 1]), torch.randint(rows, (CHECKED,))]).to(gpu.DEVICE)
     seen = packed.rows(some)
@@ -159,17 +144,13 @@ def tell_wrong(what: str, checks: dict[str, dict[str, Any]]) -> None:
 # One matrix, every way --------------------------------------------------------------------------------------
 
 
-def by_integers(packed: Packed, x: torch.Tensor) -> torch.Tensor:
-    return cuda.linear(x, packed)
-
-
-def by_halves(packed: Packed, x: torch.Tensor) -> torch.Tensor:
+def by_halves(packed: Packed, x: Tensor) -> Tensor:
     out = torch.empty(len(x), len(packed.base), dtype=x.dtype, device=x.device)
     cuda.multiply_halves(x, [packed], [out])
     return out
 
 
-def decoded(packed: Packed, x: torch.Tensor) -> torch.Tensor:
+def decoded(packed: Packed, x: Tensor) -> Tensor:
     """Weights decoded tile by tile before they are multiplied."""
     thresholds = cuda.INTEGER_TOKENS, halves.MOST_TOKENS
     cuda.INTEGER_TOKENS, halves.MOST_TOKENS = (0,) * 6, 0
@@ -179,13 +160,11 @@ def decoded(packed: Packed, x: torch.Tensor) -> torch.Tensor:
         cuda.INTEGER_TOKENS, halves.MOST_TOKENS = thresholds
 
 
-ROADS = {"integers": by_integers, "halves": by_halves, "decoded": decoded}
+ROADS = {"integers": lambda packed, x: cuda.linear(x, packed), "halves": by_halves, "decoded": decoded}
 
 
 def batch(rounds: int) -> dict[str, Any]:
-    """One large matrix times 1 to 128 tokens: straight from the planes by integers and by halves, decoded
-    tiles and a GEMM, cuBLAS in float16.
-    """
+    """One large matrix times 1 to 128 tokens: from its planes by integers or halves, decoded, in float16."""
     rows, length = BATCH_SHAPE
     precisions = [Precision("E5M8"), Precision("E5M4")]
     made = copies(matrix_bytes(rows, length, precisions[-1]), lambda: random_packed(rows, length))

@@ -1,10 +1,8 @@
-"""Whether an installed wheel has a C++ extension that computes: what wheels are tested by where torch is not
-installed.
+"""Whether an installed wheel has a C++ extension that computes: the test of wheels, which needs no torch.
 
     python runs/check_wheel.py
 
-cibuildwheel runs it on every wheel. It needs numpy alone, and ends with 1 where the extension is missing or
-wrong.
+cibuildwheel runs it on every wheel. It needs numpy, and ends with 1 if the extension is missing or wrong.
 """
 
 from __future__ import annotations
@@ -19,9 +17,7 @@ def main() -> int:
     from otaro.kernels import _cpu
 
     names = _cpu.available()
-    print(
-        f"otaro {__version__} with its C++ extension ({_cpu.__file__}); this CPU can run {', '.join(names)}"
-    )
+    print(f"otaro {__version__} with {_cpu.__file__}; this CPU can run {', '.join(names)}")
     x = np.linspace(-1, 1, 128, dtype=np.float32)[None]
     found = set()
     for name in names:  # activations as 16-bit integers: the same ones from every instruction set

@@ -1,11 +1,10 @@
-"""Convert a llama2.c model to a Hugging Face directory in float32: python convert_llama2c.py MODEL TOKENIZER
-OUT.
+"""Convert a model of llama2.c to a Hugging Face directory: python convert_llama2c.py MODEL TOKENIZER OUT.
 
 MODEL is llama2.c's model.bin of the first kind: seven int32 (width, hidden width, layers, heads, key-value
 heads, vocabulary, positions) and then the weights as float32, nothing else. TOKENIZER is its tokenizer.bin: a
 longest length, then score, length and bytes of each token, which is all that the LLaMA tokenizer is made of.
-Both are taken over exactly; q and k change the order of their rows, since llama2.c rotates neighbouring pairs
-of a head and transformers its two halves.
+Both are taken over exactly, in float32; q and k change the order of their rows, since llama2.c rotates
+neighbouring pairs of a head and transformers its two halves.
 """
 
 import struct
@@ -43,9 +42,9 @@ def read_model(path: Path) -> LlamaForCausalLM:
         return rows.view(-1, size // 2, 2, width).transpose(1, 2).reshape(-1, width)
 
     config = LlamaConfig(
-        vocab_size=vocabulary, hidden_size=width, intermediate_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, max_position_embeddings=positions, rms_norm_eps=1e-5, tie_word_embeddings=tied,
-        bos_token_id=BEGIN, eos_token_id=END,
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=hidden, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=positions,
+        rms_norm_eps=1e-5, tie_word_embeddings=tied, bos_token_id=BEGIN, eos_token_id=END,
     )  # fmt: skip
     state = {"model.embed_tokens.weight": take(vocabulary, width)}
     stacks = {  # in the order of the file
@@ -88,9 +87,8 @@ def write_llama_tokenizer(path: Path, vocabulary: int, positions: int, out: Path
     kinds = [CONTROL] * BYTES + [BYTE] * 256 + [NORMAL] * (vocabulary - BYTES - 256)
     stated: dict[str, Any] = {"model": "llama", "tokens": tokens, "scores": scores, "token_type": kinds}
     stated |= {"unknown_token_id": UNKNOWN, "bos_token_id": BEGIN, "eos_token_id": END}
-    if why := write_tokenizer(
-        {f"tokenizer.ggml.{name}": value for name, value in stated.items()}, out, positions
-    ):
+    fields = {f"tokenizer.ggml.{name}": value for name, value in stated.items()}
+    if why := write_tokenizer(fields, out, positions):
         sys.exit(f"error: {why}")
 
 

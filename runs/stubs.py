@@ -1,4 +1,4 @@
-"""Writes src/otaro/kernels/_cpu.pyi, what the C++ extension offers, from the extension itself: `make stubs`."""
+"""Writes src/otaro/kernels/_cpu.pyi, what the C++ extension offers, from the extension: `make stubs`."""
 
 from __future__ import annotations
 

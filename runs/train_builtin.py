@@ -41,9 +41,8 @@ MIX = {"topics": 4, "docstrings": 2, "source": 1}
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train otaro's built-in model.")
     step = parser.add_mutually_exclusive_group(required=True)
-    step.add_argument(
-        "--prepare", type=Path, metavar="DIR", help="write tokenizer and tokens to DIR, train nothing"
-    )
+    prepares = "write tokenizer and tokens to DIR, train nothing"
+    step.add_argument("--prepare", type=Path, metavar="DIR", help=prepares)
     step.add_argument("--corpus", type=Path, metavar="DIR", help="train on what --prepare wrote to DIR")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the trained model goes")
     arguments = parser.parse_args()
@@ -72,16 +71,14 @@ def prepare(directory: Path) -> None:
     tokenizer = train_tokenizer(kinds["topics"] * 4 + kinds["docstrings"])
     tokenizer.save_pretrained(directory)
     settings = json.loads((directory / "tokenizer_config.json").read_text())
-    # the name which every version of transformers knows
-    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # which every version of transformers knows
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
     sizes = {}
     for kind, documents in kinds.items():
         encoded = tokenizer(documents, add_special_tokens=False, verbose=False)["input_ids"]
         assert tokenizer.batch_decode(encoded) == documents, f"the tokenizer does not give {kind} back"
-        stream = [
-            token for ids in encoded for token in (tokenizer.bos_token_id, *ids, tokenizer.eos_token_id)
-        ]
+        begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+        stream = [token for ids in encoded for token in (begin, *ids, end)]
         np.array(stream, dtype=np.uint16).tofile(directory / f"{kind}.bin")
         sizes[kind] = {"tokens": len(stream), "bytes": sum(len(document.encode()) for document in documents)}
         print(f"{kind}: {len(documents)} documents, {sizes[kind]['bytes']} bytes, {len(stream)} tokens")
@@ -89,23 +86,15 @@ def prepare(directory: Path) -> None:
 
 
 def train_tokenizer(prose: list[str]) -> Any:
-    """A tokenizer for prose that encodes anything: its smallest tokens are the 256 bytes, so nothing is
-    unknown.
-    """
+    """A tokenizer for prose that encodes anything: its smallest tokens are the 256 bytes."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     alphabet, special = pre_tokenizers.ByteLevel.alphabet(), [BOS, EOS, PAD]
-    bpe.train_from_iterator(
-        prose,
-        trainers.BpeTrainer(
-            vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-        ),
-    )
-    names = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe, **names, model_max_length=CONTEXT, clean_up_tokenization_spaces=False
-    )
+    how: dict[str, Any] = {"special_tokens": special, "initial_alphabet": alphabet, "show_progress": False}
+    bpe.train_from_iterator(prose, trainers.BpeTrainer(vocab_size=VOCABULARY, **how))
+    names = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD, "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, **names, model_max_length=CONTEXT)
 
 
 # ---- Training
@@ -118,8 +107,9 @@ def train(corpus: Path, out: Path) -> None:
     tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(corpus)
     special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=CONTEXT, tie_word_embeddings=True, **special,
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=6,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True, **special,
     )  # fmt: skip
     model: Any = LlamaForCausalLM(config)
     stream = torch.cat([tokens_of(kind, corpus).repeat(times) for kind, times in MIX.items()])
@@ -131,11 +121,12 @@ def train(corpus: Path, out: Path) -> None:
         trainer = Trainer(
             model,
             TrainingArguments(
-                scratch, max_steps=STEPS, per_device_train_batch_size=BATCH, learning_rate=3e-3,
+                scratch, max_steps=STEPS, per_device_train_batch_size=BATCH, learning_rate=3e-3, seed=0,
                 weight_decay=DECAY, adam_beta2=0.95, warmup_steps=100, bf16=torch.cuda.is_available(),
-                lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.02}, report_to=[],
-                eval_strategy="steps", eval_steps=often, save_steps=often, save_total_limit=1, logging_steps=often,
-                load_best_model_at_end=True, metric_for_best_model="loss", disable_tqdm=True, seed=0,
+                lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.02},
+                eval_strategy="steps", eval_steps=often, save_steps=often, save_total_limit=1,
+                logging_steps=often, load_best_model_at_end=True, metric_for_best_model="loss",
+                report_to=[], disable_tqdm=True,
             ),
             train_dataset=windows(stream, starts),
             eval_dataset=windows(validation, range(0, len(validation) - CONTEXT, CONTEXT)),

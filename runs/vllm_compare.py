@@ -69,43 +69,27 @@ def ours(directory: Path, file: Path) -> None:
                 while len(ids) < len(start) + TOKENS:
                     ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
                 top = model(torch.tensor([ids])).logits[0].log_softmax(-1).topk(LIKELIEST)
-            answers.append(
-                {
-                    "prompt": start,
-                    "ids": ids,
-                    "likeliest": top.indices.tolist(),
-                    "logprobs": top.values.tolist(),
-                }
-            )
+            likely, logprobs = top.indices.tolist(), top.values.tolist()
+            answers.append({"prompt": start, "ids": ids, "likeliest": likely, "logprobs": logprobs})
     file.write_text(json.dumps(expected))
 
 
 def with_vllm(directory: Path, file: Path, processes: int) -> None:
+    from vllm import LLM
+
     expected = json.loads(file.read_text())
     with tempfile.TemporaryDirectory() as scratch:
         copy = Path(scratch) / directory.name
         last = shard_name(FINEST)
         shutil.copytree(directory, copy, ignore=shutil.ignore_patterns(last))
-        llm = _started(copy, processes)
+        llm = LLM(
+            str(copy), quantization="sefp", dtype="float32", enforce_eager=True, max_model_len=128,
+            max_num_seqs=8, tensor_parallel_size=processes, disable_log_stats=True,
+        )  # fmt: skip
         _check_refused(llm, of_mantissa_bits(FINEST), last)
         shutil.copyfile(directory / last, copy / last)
         for precision in PRECISIONS:
             _compare(llm, precision, expected)
-
-
-def _started(directory: Path, processes: int) -> Any:
-    from vllm import LLM
-
-    return LLM(
-        str(directory),
-        quantization="sefp",
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=128,
-        max_num_seqs=8,
-        tensor_parallel_size=processes,
-        disable_log_stats=True,
-    )
 
 
 def _check_refused(llm: Any, precision: Precision, missing: str) -> None:
@@ -129,59 +113,38 @@ def _compare(llm: Any, precision: Precision, expected: dict[str, list[Any]]) -> 
     otaro.vllm.set_precision(llm, precision)
     answers = expected[str(precision)]
     scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=LIKELIEST + 1)
-    texts = [
-        llm.generate({"prompt_token_ids": one["ids"]}, scored, use_tqdm=False)[0].prompt_logprobs
-        for one in answers
-    ]
-    furthest = max(
-        _distance(one, text, len(one["ids"]) - 1) for one, text in zip(answers, texts, strict=True)
-    )
-    neighbour = str(
-        of_mantissa_bits(precision.mantissa_bits + (-1 if precision.mantissa_bits == FINEST else 1))
-    )
+    asked = [{"prompt_token_ids": one["ids"]} for one in answers]
+    texts = [llm.generate(one, scored, use_tqdm=False)[0].prompt_logprobs for one in asked]
+    pairs = zip(answers, texts, strict=True)
+    furthest = max(_distance(one, seen, len(one["ids"]) - 1) for one, seen in pairs)
+    bits = precision.mantissa_bits
+    neighbour = str(of_mantissa_bits(bits - 1 if bits == FINEST else bits + 1))
     # Beyond the prompt its text may be another. That they are apart shows that the switch was one.
-    apart = max(
-        _distance(one, text, len(one["prompt"])) for one, text in zip(expected[neighbour], texts, strict=True)
-    )
+    others = zip(expected[neighbour], texts, strict=True)
+    apart = max(_distance(one, seen, len(one["prompt"])) for one, seen in others)
+    told = f"{precision}: log-probabilities within {furthest:.1e} of ours ({apart:.1e} from {neighbour}'s)"
     if furthest > SUMS or apart < 2 * SUMS:
-        raise SystemExit(
-            f"{precision}: log-probabilities are {furthest:.1e} from ours, and {apart:.1e} from {neighbour}'s"
-        )
+        raise SystemExit(f"{told}: too far, or too near")
     greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": one["prompt"]} for one in answers], greedy, use_tqdm=False)
-    same = sum(
-        _same(precision, one, list(out.outputs[0].token_ids))
-        for one, out in zip(answers, outputs, strict=True)
-    )
-    print(
-        f"{precision}: log-probabilities within {furthest:.1e} of ours ({apart:.1e} from {neighbour}'s), "
-        f"{same} of {len(answers) * TOKENS} tokens the same",
-        flush=True,
-    )
+    chosen = zip(answers, (list(out.outputs[0].token_ids) for out in outputs), strict=True)
+    same = sum(_same(precision, one, ids) for one, ids in chosen)
+    print(f"{told}, {same} of {len(answers) * TOKENS} tokens the same", flush=True)
 
 
 def served(directory: Path, file: Path) -> None:
-    """Start `vllm serve` at E5M4, ask it, switch it to E5M6 over HTTP as docs/serve.md tells, and ask again."""
+    """Start `vllm serve` at E5M4, ask it, switch it to E5M6 by HTTP as docs/serve.md tells, ask again."""
     expected = json.loads(file.read_text())
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     # The same server by its module: the command of the package for CPUs asks for the version of one called
     # vllm, and fails.
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(directory),
-        "--quantization",
-        "sefp",
-    ]
-    command += ["--hf-overrides", '{"sefp": {"precision": "E5M4"}}', "--enforce-eager", "--dtype", "float32"]
-    command += ["--max-model-len", "128", "--max-num-seqs", "8", "--port", str(port)]
-    with subprocess.Popen(
-        command, env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"}, stdout=sys.stderr
-    ) as server:
+    options = f"--quantization sefp --enforce-eager --dtype float32 --max-model-len 128 --port {port}"
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(directory)]
+    command += ["--hf-overrides", '{"sefp": {"precision": "E5M4"}}', "--max-num-seqs", "8", *options.split()]
+    environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1"}
+    with subprocess.Popen(command, env=environment, stdout=sys.stderr) as server:
         try:
             url = f"http://127.0.0.1:{port}"
             _wait_for(url, server)
@@ -209,15 +172,10 @@ def _wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
 
 def _ask(url: str, directory: Path, precision: Precision, expected: dict[str, list[Any]]) -> None:
     answers, same = expected[str(precision)], 0
+    asked = {"model": str(directory), "max_tokens": TOKENS, "temperature": 0}
+    asked |= {"ignore_eos": True, "return_token_ids": True}
     for one in answers:
-        body = {
-            "model": str(directory),
-            "prompt": one["prompt"],
-            "max_tokens": TOKENS,
-            "temperature": 0,
-            "ignore_eos": True,
-        }
-        said = _post(f"{url}/v1/completions", body | {"return_token_ids": True})
+        said = _post(f"{url}/v1/completions", asked | {"prompt": one["prompt"]})
         same += _same(precision, one, said["choices"][0]["token_ids"])
     print(f"{precision}: {same} of {len(answers) * TOKENS} tokens the same", flush=True)
 
@@ -229,7 +187,7 @@ def _post(url: str, body: dict[str, Any]) -> Any:
 
 
 def _distance(one: dict[str, Any], seen: Any, positions: int) -> float:
-    """How far vLLM's log-probabilities are from ours at the first positions of a text, where both name one."""
+    """How far vLLM's log-probabilities are from ours at the first positions, where both name a token."""
     furthest = 0.0
     for position in range(positions):
         there = seen[position + 1]
@@ -240,9 +198,7 @@ def _distance(one: dict[str, Any], seen: Any, positions: int) -> float:
 
 
 def _same(precision: Precision, one: dict[str, Any], chosen: list[int]) -> int:
-    """How many tokens vLLM chose as we did; another one is right only where nobody can tell which is
-    likelier.
-    """
+    """How many tokens vLLM chose as we did; another is right only if none can tell which is likelier."""
     first = len(one["prompt"])
     for number, token in enumerate(chosen):
         position = first + number
@@ -255,9 +211,8 @@ def _same(precision: Precision, one: dict[str, Any], chosen: list[int]) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("who", choices=["ours", "vllm", "serve"])
     parser.add_argument("directory", type=Path)
     parser.add_argument("file", type=Path)

@@ -49,9 +49,8 @@ def forms() -> Iterator[Form]:
         meaning = {"BITS": precision.mantissa_bits, "TRUNCATE": truncate}
         for tokens, stages in product(hopper.TOKENS, hopper.STAGES):
             yield "hopper.cu", meaning | {"TOKENS": tokens, "STAGES": stages}
-        for columns, groups, slices, arranged in product(
-            hopper_halves.COLUMNS, hopper_halves.GROUPS, (1, 4), (0, 1)
-        ):
+        ways = product(hopper_halves.COLUMNS, hopper_halves.GROUPS, (1, 4), (0, 1))
+        for columns, groups, slices, arranged in ways:
             shape = hopper_halves.Shape(columns, groups, 0, slices).filling(_SHARED, precision.mantissa_bits)
             if hopper_halves.fits(shape):
                 cut = {"COLUMNS": columns, "GROUPS": groups, "STAGES": shape.stages, "SLICES": slices}
@@ -68,15 +67,12 @@ def machine_code(name: str, constants: dict[str, int]) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(nvrtc.compile_source(name, nvrtc.source_of(name), flags))
         file.flush()
-        return subprocess.run(
-            ["nvdisasm", "-c", file.name], capture_output=True, text=True, check=True
-        ).stdout
+        return subprocess.check_output(["nvdisasm", "-c", file.name], text=True)
 
 
 def in_flight(code: str) -> Iterator[str]:
     """Instructions that write to what a product before them reads or adds to."""
-    # of products that are waited for together; the last one is still growing
-    groups: list[set[int]] = [set()]
+    groups: list[set[int]] = [set()]  # of products that are waited for together; the last is still growing
     for instruction in _INSTRUCTION.findall(code):
         if multiplied := _PRODUCT.match(instruction):
             columns, sums, weights = map(int, multiplied.groups())
@@ -84,10 +80,8 @@ def in_flight(code: str) -> Iterator[str]:
             if "gsb0" in instruction:
                 groups.append(set())
         elif waited := _WAIT.match(instruction):
-            left = int(waited[1], 16)
-            groups = (
-                [*groups[:-1][len(groups) - 1 - left :], groups[-1]] if left < len(groups) - 1 else groups
-            )
+            *ended, growing = groups
+            groups = [*ended[max(0, len(ended) - int(waited[1], 16)) :], growing]
         elif instruction.startswith("EXIT"):
             groups = [set()]
         elif (written := _WRITES.match(instruction)) and not written[1].startswith(_NO_WRITES):

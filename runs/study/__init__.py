@@ -1,5 +1,4 @@
-"""The study: the paper's claims tested on real models, each table of docs/tables.md from rows that anyone can
-make again.
+"""The study: the paper's claims tested on real models, as rows that anyone can make again.
 
 A *bench* is a model, a text and the sizes of a run (`plan.py`). A *row* is one way to tune that model,
 measured at all precisions; its identity is its settings, and a row that the results file already holds is not

@@ -51,9 +51,7 @@ def main() -> None:
     failed = start_workers(jobs, places, a.workers, a.minutes)
     show(blocks, places)
     if failed:
-        sys.exit(
-            f"error: {failed} of {a.workers} workers gave up, as they say above; what they finished is kept"
-        )
+        sys.exit(f"error: {failed} of {a.workers} workers gave up, as told above; what they finished is kept")
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -61,38 +59,24 @@ def arguments() -> argparse.ArgumentParser:
         prog="runs/study.sh",
         description="Run the study of docs/results.md, or what is missing of it.",
         epilog="Needs models from runs/get_smollm2.sh and runs/get_stories15m.sh, --data, and for the tasks "
-        "what --export "
-        "writes; rows of the demo need none of them. What it costs is told in CONTRIBUTING.md.",
+        "what --export writes; rows of the demo need none of them. What it costs is told in CONTRIBUTING.md.",
     )
-    do = parser.add_mutually_exclusive_group()
-    do.add_argument("--list", action="store_true", help="say what is done and what is missing, and stop")
-    do.add_argument(
-        "--report",
-        action="store_true",
-        help="write the tables and figures of docs/ from the results, and stop",
-    )
-    do.add_argument(
-        "--export", action="store_true", help="write the zero-shot requests (needs lm-eval), and stop"
-    )
-    parser.add_argument(
-        "--data",
-        type=Path,
-        help="folder with wikitext-2/{valid,test}.txt, alpaca/alpaca_5000.json, zeroshot/",
-    )
-    parser.add_argument(
-        "--models", type=Path, default=ROOT / "models", help="folder of the models (default: models)"
-    )
-    parser.add_argument(
-        "--results", type=Path, default=COMMITTED, help="a .jsonl file that rows are added to"
-    )
-    parser.add_argument(
-        "--only", nargs="+", metavar="PATTERN", help="rows whose name matches, such as 'stories15M: best*'"
-    )
-    parser.add_argument(
-        "--workers", type=_positive, default=1, help="processes side by side (fourteen suit an H200)"
-    )
-    parser.add_argument("--minutes", type=float, help="start no row that would end later than this")
-    parser.add_argument("--commit", help="what rows say they were made with (default: that of the checkout)")
+    do, add = parser.add_mutually_exclusive_group(), parser.add_argument
+    for name, what in {
+        "--list": "say what is done and what is missing, and stop",
+        "--report": "write the tables and figures of docs/ from the results, and stop",
+        "--export": "write the zero-shot requests (needs lm-eval), and stop",
+    }.items():
+        do.add_argument(name, action="store_true", help=what)
+    data = "folder with wikitext-2/{valid,test}.txt, alpaca/alpaca_5000.json, zeroshot/"
+    add("--data", type=Path, help=data)
+    add("--models", type=Path, default=ROOT / "models", help="folder of the models (default: models)")
+    add("--results", type=Path, default=COMMITTED, help="a .jsonl file that rows are added to")
+    only = "rows whose name matches, such as 'stories15M: best*'"
+    add("--only", nargs="+", default=["*"], metavar="PATTERN", help=only)
+    add("--workers", type=_positive, default=1, help="processes side by side (fourteen suit an H200)")
+    add("--minutes", type=float, help="start no row that would end later than this")
+    add("--commit", help="what rows say they were made with (default: that of the checkout)")
     return parser
 
 
@@ -104,22 +88,19 @@ def _positive(text: str) -> int:
 
 def commit() -> str:
     """Of the checkout; with a mark if it was changed since."""
-    found = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-    )
+    command = ["git", "describe", "--always", "--dirty"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     return found.stdout.strip() or "unknown"
 
 
-def chosen(blocks: Mapping[str, Sequence[Job]], patterns: Sequence[str] | None) -> dict[str, list[Job]]:
-    found = {
-        name: [
-            job for job in jobs if not patterns or any(fnmatchcase(job.key, pattern) for pattern in patterns)
-        ]
-        for name, jobs in blocks.items()
-    }
-    if not any(found.values()):
-        sys.exit(f"error: no row matches --only {' '.join(patterns or [])}; --list names them all")
-    return {name: jobs for name, jobs in found.items() if jobs}
+def chosen(blocks: Mapping[str, Sequence[Job]], patterns: Sequence[str]) -> dict[str, list[Job]]:
+    found: dict[str, list[Job]] = {}
+    for name, jobs in blocks.items():
+        if matching := [job for job in jobs if any(fnmatchcase(job.key, one) for one in patterns)]:
+            found[name] = matching
+    if not found:
+        sys.exit(f"error: no row matches --only {' '.join(patterns)}; --list names them all")
+    return found
 
 
 def show(blocks: Mapping[str, Sequence[Job]], places: Places) -> None:
@@ -134,12 +115,10 @@ def show(blocks: Mapping[str, Sequence[Job]], places: Places) -> None:
         print(f"{name}:")
         for job in jobs:
             print(f"  {'missing' if job in absent else 'done   '} {job.key}")
-        rows, missing, seconds = rows + len(jobs), missing + len(absent), seconds + sum(map(cost, absent))
+        takes = sum(map(cost, absent))
+        rows, missing, seconds = rows + len(jobs), missing + len(absent), seconds + takes
         of = f"{len(jobs) - len(absent)} done, {len(absent)} missing"
-        print(
-            f"  {of}: about {sum(map(cost, absent)) / 60:.1f} minutes of an H200, {seconds / 60:.1f} up "
-            "to here\n"
-        )
+        print(f"  {of}: about {takes / 60:.1f} minutes of an H200, {seconds / 60:.1f} up to here\n")
     print(f"{rows - missing} done, {missing} missing")
 
 
@@ -151,11 +130,10 @@ def check(jobs: Sequence[Job], places: Places) -> None:
     used = [BENCHES[row.bench] for row in rows]
     models = {bench.model for bench in used} | {job.model for job in jobs if not isinstance(job, Row)}
     wanted = [places.models / model / "config.json" for model in sorted(models - {"moe", "builtin"})]
-    # it learns from those
-    data = {bench.data for bench in used} | {"alpaca" for bench in used if bench.model == "moe"}
+    data = {bench.data for bench in used}
     if "wikitext" in data or len(rows) < len(jobs):
         wanted += [places.file("wikitext-2/valid.txt"), places.file("wikitext-2/test.txt")]
-    if "alpaca" in data:
+    if "alpaca" in data or "moe" in models:  # it learns instructions
         wanted.append(places.file("alpaca/alpaca_5000.json"))
     wanted += {places.questions(BENCHES[row.bench].model) for row in rows if "zeroshot" in row.measures}
     if absent := [str(path) for path in wanted if not path.is_file()]:

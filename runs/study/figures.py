@@ -13,11 +13,8 @@ from runs.study.plan import FULL, NAMES
 from runs.study.quantizers import OTHERS
 from runs.study.results import Made
 
-ONE, OWN, INT4 = (
-    "one file for all six, tuned once",
-    "six models, one for each",
-    "int4 QAT, a model of its own",
-)
+ONE, OWN = "one file for all six, tuned once", "six models, one for each"
+INT4 = "int4 QAT, a model of its own"
 ROUNDED, WHOLE = "tuned as usual, rounded", "tuned as usual, 16 bits"
 SERIES = {  # colours and shapes
     ONE: ("var(--run-1)", "circle"),
@@ -39,15 +36,13 @@ def figures(models: Sequence[Made]) -> dict[str, str]:
 def bits_panel(made: Made) -> Any:
     """Perplexity over bits a weight: one nested model, dedicated ones, int4 QAT, and what others store."""
     alt, rows, title = altair(), bits_rows(made), made.bench.name
-    colours, shapes = (
-        alt.Scale(domain=list(SERIES), range=[one[i] for one in SERIES.values()]) for i in (0, 1)
-    )
+    scale = alt.Scale
+    colours, shapes = (scale(domain=[*SERIES], range=[*one]) for one in zip(*SERIES.values(), strict=True))
     legend = alt.Legend(title=None, orient="top", columns=3, labelLimit=0, columnPadding=40)
+    logarithmic = scale(type="log", nice=False, padding=10)
     base = _chart([row for row in rows if row["series"] != WHOLE], title).encode(
-        x=alt.X("bits:Q", title="bits a weight", scale=alt.Scale(zero=False)),
-        y=alt.Y(
-            "value:Q", title="perplexity on WikiText-2", scale=alt.Scale(type="log", nice=False, padding=10)
-        ),
+        x=alt.X("bits:Q", title="bits a weight", scale=scale(zero=False)),
+        y=alt.Y("value:Q", title="perplexity on WikiText-2", scale=logarithmic),
         color=alt.Color("series:N", scale=colours, legend=legend),
     )
     points = base.mark_point(size=70, filled=False, strokeWidth=2, opacity=1)
@@ -62,21 +57,18 @@ def bits_panel(made: Made) -> Any:
 
 def bits_rows(made: Made) -> list[Row]:
     ours = {name: Precision(name).bits_per_weight() for name in NAMES}
-    theirs = {name: bits for name, (bits, _) in OTHERS.items()}
-    drawn = [(ONE, "best", "perplexity", ours), (OWN, "fixed", "perplexity", ours)]
-    drawn.append((INT4, "int4 QAT", "perplexity", {"E5M3": theirs["int4"]}))
-    drawn.append(
-        (ROUNDED, "fp", "others", {name: bits for name, bits in theirs.items() if name.startswith("Q")})
+    theirs = {name: bits for name, (bits, _) in OTHERS.items() if name.startswith("Q")}
+    drawn = (
+        (ONE, "best", "perplexity", ours),
+        (OWN, "fixed", "perplexity", ours),
+        (INT4, "int4 QAT", "perplexity", {"E5M3": OTHERS["int4"][0]}),
+        (ROUNDED, "fp", "others", theirs),
+        (WHOLE, "fp", "perplexity", {FULL: 16.0}),
     )
-    drawn.append((WHOLE, "fp", "perplexity", {FULL: 16.0}))
-    return [
-        {
-            "series": series,
-            "bits": bits,
-            "value": statistics.fmean(found),
-            "label": column if measure == "others" else "",
-        }
-        for series, name, measure, columns in drawn
-        for column, bits in columns.items()
-        if (found := made.values(name, column, measure))
-    ]
+    rows: list[Row] = []
+    for series, name, measure, columns in drawn:
+        for column, bits in columns.items():
+            if found := made.values(name, column, measure):
+                value, label = statistics.fmean(found), column if measure == "others" else ""
+                rows.append({"series": series, "bits": bits, "value": value, "label": label})
+    return rows

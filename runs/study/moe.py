@@ -1,5 +1,4 @@
-"""A small mixture of experts, trained from scratch: eight experts of which two serve a token, the built-in
-model's tokenizer.
+"""A small mixture of experts, trained from scratch: two of eight serve a token; the built-in tokenizer.
 
 There is no such model in a package registry, and a minute of training is enough for the question asked of it:
 whether tuning for all precisions works where tokens choose their weights. It learns instructions.
@@ -48,9 +47,8 @@ def make(folder: Path, instructions: Path, device: str) -> float:
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
     model = build().to(device)
     model.train()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.01, fused=device == "cuda"
-    )
+    how: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.01, "fused": device == "cuda"}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, **how)
     draw = torch.Generator().manual_seed(0)
     recent: list[float] = []
     for step in range(STEPS):
@@ -67,11 +65,8 @@ def make(folder: Path, instructions: Path, device: str) -> float:
         if step >= STEPS - 10:
             recent.append(float(loss.detach()))
     folder.mkdir(parents=True, exist_ok=True)
-    state = {
-        name: tensor.contiguous().cpu()
-        for name, tensor in model.state_dict().items()
-        if name != "lm_head.weight"
-    }
+    state = {name: tensor.contiguous().cpu() for name, tensor in model.state_dict().items()}
+    del state["lm_head.weight"]
     save_file(state, folder / f".{WEIGHTS}")
     (folder / f".{WEIGHTS}").replace(folder / WEIGHTS)  # others look for it
     return sum(recent) / len(recent)

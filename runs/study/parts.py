@@ -1,7 +1,7 @@
 """Carry the study's models and data to a machine without a network, in parts of a limited size, without loss.
 
-    python -m runs.study.parts cut PARTS --models models --data DIR     # writes PARTS/1-of-3, ...
-    python -m runs.study.parts join PARTS WORK                          # when all have come: WORK/models and WORK/data
+    python -m runs.study.parts cut PARTS --models models --data DIR   # writes PARTS/1-of-3, ...
+    python -m runs.study.parts join PARTS WORK     # when all have come: WORK/models and WORK/data
 
 The parts are pieces of one compressed archive. Weights that were dequantized from blocks of 32 (as SmolLM2's)
 are found out as such and carried as the codes they come from, checked to the bit.
@@ -28,24 +28,22 @@ State = dict[str, torch.Tensor]
 
 
 def coded(weight: torch.Tensor) -> State | None:
-    """Codes of float16 weights scale * code + low of blocks of 32, where all are of that kind (Q4_1, Q8_0)."""
+    """Codes of float16 weights scale * code + low in blocks of 32, if all are of that kind (Q4_1, Q8_0)."""
     if weight.dtype != torch.float16 or weight.shape[-1] % 32:
         return None
     blocks = weight.reshape(-1, 32)
     for levels in (15, 127):
-        low = (
-            blocks.amin(1, keepdim=True) if levels == 15 else torch.zeros(len(blocks), 1, dtype=torch.float16)
-        )
+        low = blocks.amin(1, keepdim=True)
+        if levels == 127:
+            low = torch.zeros_like(low)
         offsets = blocks.float() - low.float()
         guess = (offsets.abs().amax(1, keepdim=True) / levels).half()
         scale = guess.clone()
         for ulps in (0, 1, -1, 2, -2):  # the guess comes from rounded weights
             tried = (guess.view(torch.int16) + ulps).clamp(min=0).view(torch.float16)
             codes = (offsets / tried.float().where(tried != 0, 1.0)).round()
-            made = decoded({"codes": codes, "scale": tried, "low": low})
-            scale = torch.where(
-                (made.view(torch.int16) == blocks.view(torch.int16)).all(1, keepdim=True), tried, scale
-            )
+            made = decoded({"codes": codes, "scale": tried, "low": low}).view(torch.int16)
+            scale = torch.where((made == blocks.view(torch.int16)).all(1, keepdim=True), tried, scale)
         codes = (offsets / scale.float().where(scale != 0, 1.0)).round().to(torch.int8).view(weight.shape)
         found = {"codes": codes, "scale": scale, "low": low}
         if torch.equal(decoded(found).view(torch.int16), weight.view(torch.int16)):
@@ -62,13 +60,9 @@ def cut(out: Path, models: Path, data: Path, limit: int = LIMIT) -> list[Path]:
     """Write the parts, as few as there can be of `limit` bytes at most."""
     questions = sorted(models.glob("zeroshot-*.json.gz"))
     if not questions:
-        raise SystemExit(
-            f"error: {models} has no zeroshot-*.json.gz, which the study asks; runs/study.sh "
-            "--export makes it"
-        )
-    files = {f"data/{name}": data / name for name in DATA} | {
-        f"models/{path.name}": path for path in questions
-    }
+        raise SystemExit(f"error: {models} has no zeroshot-*.json.gz; runs/study.sh --export makes it")
+    files = {f"data/{name}": data / name for name in DATA}
+    files |= {f"models/{path.name}": path for path in questions}
     archive = io.BytesIO()
     with tempfile.TemporaryDirectory() as scratch, tarfile.open(fileobj=archive, mode="w:xz") as file:
         for model in BIG:
@@ -76,9 +70,7 @@ def cut(out: Path, models: Path, data: Path, limit: int = LIMIT) -> list[Path]:
             state: State = {}
             for name, weight in load_file(models / model / WEIGHTS).items():
                 codes = coded(weight)
-                state |= (
-                    {name: weight} if codes is None else {f"{name}:{part}": codes[part] for part in codes}
-                )
+                state |= {f"{name}:{part}": codes[part] for part in codes} if codes else {name: weight}
             files[f"models/{model}/{WEIGHTS}"] = Path(scratch) / model
             save_file(state, Path(scratch) / model)
         for name, path in files.items():
@@ -114,9 +106,8 @@ def join(parts: Path, work: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m runs.study.parts", description="Cut models and data into parts, or join."
-    )
+    about = "Cut models and data into parts, or join."
+    parser = argparse.ArgumentParser(prog="python -m runs.study.parts", description=about)
     do = parser.add_subparsers(dest="do", required=True)
     cutting, joining = do.add_parser("cut"), do.add_parser("join")
     cutting.add_argument("parts", type=Path)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
+from itertools import product
 from typing import Any, Literal
 
 from otaro.file.header import VERSION
@@ -22,9 +23,7 @@ ALPACA, LONG, DEMO = "SmolLM2-135M, Alpaca", "stories15M, long", "demo"
 SEEDS = (0, 1, 2)
 DEFAULTS = Options()
 BEST = replace(config.BEST, full=config.FULL_OF_REPEATED_DATA, calibrate=False)
-"""`best` of the rows: the recipe where data come again, packed plainly. `recipe_of` says what it is of a
-bench.
-"""
+"""`best` of the rows: the recipe where data come again, packed plainly (`recipe_of` tells where)."""
 FORMAT = int(VERSION)  # whose numbers; rows without it have scales that are powers of two
 
 
@@ -53,18 +52,15 @@ BENCHES = {
     bench.name: bench
     for bench in (
         # What is tuned on here is small: 300 steps see either text about five times.
-        Bench(SMOL, SMOL, "wikitext", 8, 512, 2048, 147_456, 300, rates=(1.25e-5, 2.5e-5, 5e-5, 1e-4)),
-        Bench(
-            STORIES, STORIES, "wikitext", 16, 256, 256, 147_456, 300, rates=(3.75e-5, 7.5e-5, 1.5e-4, 3e-4)
-        ),
-        Bench("MoE", "moe", "wikitext", 16, 256, 256, 98_304, 200, rates=(1e-3, 2e-3, 4e-3), compiled=False),
-        Bench(ALPACA, SMOL, "alpaca", 16, 256, 256, 131_072, 252, rates=(5e-5, 1e-4, 2e-4), held_out=0.1),
-        Bench(LONG, STORIES, "wikitext", 4, 128, 256, 147_456, 2_000, rates=(3.75e-5, 7.5e-5, 1.5e-4)),
-        # as it tunes
-        Bench(DEMO, "builtin", "documentation", 4, 128, 256, 65_536, 150, rates=(4e-4,), compiled=False),
+        Bench(SMOL, SMOL, "wikitext", 8, 512, 2048, 147_456, 300, (1.25e-5, 2.5e-5, 5e-5, 1e-4)),
+        Bench(STORIES, STORIES, "wikitext", 16, 256, 256, 147_456, 300, (3.75e-5, 7.5e-5, 1.5e-4, 3e-4)),
+        Bench("MoE", "moe", "wikitext", 16, 256, 256, 98_304, 200, (1e-3, 2e-3, 4e-3), compiled=False),
+        Bench(ALPACA, SMOL, "alpaca", 16, 256, 256, 131_072, 252, (5e-5, 1e-4, 2e-4), held_out=0.1),
+        Bench(LONG, STORIES, "wikitext", 4, 128, 256, 147_456, 2_000, (3.75e-5, 7.5e-5, 1.5e-4)),
+        Bench(DEMO, "builtin", "documentation", 4, 128, 256, 65_536, 150, (4e-4,), compiled=False),
         # 20 epochs, as in the paper.
-        Bench("SmolLM2-135M, paper", SMOL, "wikitext", 8, 512, 2048, 147_456, 1_200, rates=SGD_RATES),
-        Bench("stories15M, paper", STORIES, "wikitext", 16, 256, 256, 147_456, 1_300, rates=SGD_RATES),
+        Bench("SmolLM2-135M, paper", SMOL, "wikitext", 8, 512, 2048, 147_456, 1_200, SGD_RATES),
+        Bench("stories15M, paper", STORIES, "wikitext", 16, 256, 256, 147_456, 1_300, SGD_RATES),
     )
 }
 
@@ -79,9 +75,7 @@ class Row:
     """None: not tuned."""
     seed: int = 0
     lr: float | None = None
-    """None: the one of the bench's rates that held-out text found best for the method `rate_of` at the first
-    seed.
-    """
+    """None: that of the bench's rates which held-out text prefers for the method `rate_of`, first seed."""
     rate_of: str = ""
     steps: int | None = None
     """None: the bench's."""
@@ -91,9 +85,7 @@ class Row:
     start: Literal["plain", "calibrated"] = "plain"
     """The bench's model, or what `otaro pack --calibrate` made of it: its E5M8."""
     packing: Literal["plain", "calibrated"] = "plain"
-    """How the tuned weights become codes: each rounded by itself, or by `otaro pack --calibrate` on what was
-    tuned on.
-    """
+    """How tuned weights become codes: rounded, or by `otaro pack --calibrate` on what was tuned on."""
     quantizer: str = "sefp"
     """Or another grid to round to, of `quantizers.py`."""
     judged: bool = True
@@ -111,20 +103,16 @@ class Row:
     def settings(self) -> dict[str, Any]:
         """Everything that the numbers depend on, as JSON; of the options those that are not the default."""
         stated = asdict(self) | asdict(BENCHES[self.bench])
-        for name in ("name", "bench", "seed", "compiled"):
+        for name in ("name", "bench", "seed", "compiled", "rates"):  # which rate: `results.is_done` asks
             stated.pop(name)
         if self.options is not None:
             ours, plain = self.options.to_dict(), DEFAULTS.to_dict()
-            stated["options"] = {
-                name: value for name, value in ours.items() if name == "method" or value != plain[name]
-            }
+            stated["options"] = {one: ours[one] for one in ours if one == "method" or ours[one] != plain[one]}
         unstated = {"judged": True, "held_out": 0.0, "start": "plain", "packing": "plain"}  # by older rows
         for name, usual in unstated.items():
             if stated[name] == usual:
                 stated.pop(name)
-        stated["steps"] = self.steps or BENCHES[self.bench].steps
-        stated["format"] = FORMAT
-        stated.pop("rates")  # which of them is chosen may change: `results.is_done` asks
+        stated |= {"steps": self.steps or BENCHES[self.bench].steps, "format": FORMAT}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in stated.items()}
 
 
@@ -149,6 +137,7 @@ class Observation:
 
 
 Job = Row | Observation
+Rows = Callable[[Bench, int], Iterable[Row]]
 
 
 # Rows of a bench still to be named --------------------------------------------------------------------------
@@ -177,9 +166,7 @@ CANDIDATES = {
 }
 """Recipes that may take the place of `best`, at its rate."""
 CALIBRATED, JUDGED = ", calibrated", ", judged"
-"""Ends of names: packed on the tuning text; and the better of that and plain packing, by held-out text, as a
-run ends.
-"""
+"""Ends of names: packed on the tuning text; the better of that and plain packing, by held-out text."""
 PASSES = 2.2
 """Of a step of `best`, in plain steps: it has two passes, and quantizes for one of them.
 
@@ -208,16 +195,14 @@ def ablations() -> Iterator[tuple[str, Row]]:
     def search(name: str, change: str, **options: Any) -> Row:
         return method(f"{name}, {change}", Options(method=name, **options), rate_of=name)
 
-    yield from (
-        ("scales", replace(best(f"{scales} scales"), quantizer=scales)) for scales in ("pow2", "E5M2")
-    )
+    for scales in ("pow2", "E5M2"):
+        yield "scales", replace(best(f"{scales} scales"), quantizer=scales)
     yield from (("group size", best(f"groups of {size}", group_size=size)) for size in (32, 128, 256))
     for grid in ("zero at E5M4", "zero nowhere", "zero a sixth off"):
         yield "place of zero", replace(best(grid), quantizer=grid)
     yield "reconstruction", best("truncate", reconstruction="truncate")
-    yield from (
-        ("distillation", best(f"{part:g} distilled", distill=part)) for part in (0.0, 0.25, 0.75, 1.0)
-    )
+    for part in (0.0, 0.25, 0.75, 1.0):
+        yield "distillation", best(f"{part:g} distilled", distill=part)
     for weights in ("0 0 0 1 1 1", "0 0 0 1 2 4", "0 0 1 1 1.25 2.6", "1 1 1 1 1 1"):
         yield "sampling", best(f"weights {weights}", weights=tuple(map(float, weights.split())))
     yield "parts", best("no full pass", full=0.0)
@@ -225,11 +210,8 @@ def ablations() -> Iterator[tuple[str, Row]]:
     yield "parts", replace(best("always averaged"), judged=False)
     yield "parts", best("L2-SP 23", l2_sp=23.0)
     yield "parts", search("uniform", "0.5 distilled", distill=0.5)
-    for exploration in (3.0, 4.0, 6.0, 7.0):
-        yield from (
-            ("lambda", search(name, f"lambda {exploration:g}", exploration=exploration))
-            for name in ("bps", "otaro")
-        )
+    for exploration, name in product((3.0, 4.0, 6.0, 7.0), ("bps", "otaro")):
+        yield "lambda", search(name, f"lambda {exploration:g}", exploration=exploration)
     yield from (("delay", search("otaro", f"N {delay}", delay=delay)) for delay in (1, 5, 20))
     yield "reduction", search("otaro", "mean", accumulate="mean")
     e5m5, e5m4, e5m3 = map(Precision, ("E5M5", "E5M4", "E5M3"))
@@ -242,8 +224,7 @@ OF_THE_FORMAT = ("pow2 scales", "E5M2 scales", "groups of 32", "zero at E5M4", "
 
 
 def paper_methods() -> list[Row]:
-    """What the paper compares, with its own options: truncation, lambda 5, N 10, nothing applied that still
-    waits.
+    """What the paper compares, with its options: truncation, lambda 5, N 10, nothing applied that waits.
 
     The paper says that the updates of its baselines are aligned with its own, so dedicated models of the
     ultra-low precisions come with delayed accumulation too: a search among one precision.
@@ -251,9 +232,8 @@ def paper_methods() -> list[Row]:
     names = ["otaro", "bps", "uniform", "fp", *(f"fixed:{p}" for p in NAMES)]
     options = {name: recipe("paper", name)[0] for name in names}
     options |= {f"fixed:{p}, LAA": replace(options["otaro"], precisions=(Precision(p),)) for p in LOW}
-    return [
-        method(name, own, optimizer="sgd", schedule="constant", clip=0.0) for name, own in options.items()
-    ]
+    plain = {"optimizer": "sgd", "schedule": "constant", "clip": 0.0}
+    return [method(name, own, **plain) for name, own in options.items()]
 
 
 # Rows of a bench --------------------------------------------------------------------------------------------
@@ -291,9 +271,7 @@ def start_rows(bench: Bench, seed: int) -> Iterator[Row]:
 
 
 def packing_rows(bench: Bench, seed: int) -> Iterator[Row]:
-    """Tuned as usual and by recipes with more or less of a step in full precision, then packed on the tuning
-    text.
-    """
+    """As usual and by recipes with more or less of full precision, then packed on the tuning text."""
     names = [HALF, TWO_THIRDS]
     if seed == SEEDS[0] and bench.name != LONG:
         names += ["best, full 1/2, not distilled", "best, full 2/3, 1 distilled"]
@@ -308,8 +286,7 @@ def candidate_rows(bench: Bench, seed: int) -> list[Row]:
 
 
 def dedicated_rows(bench: Bench, seed: int, precisions: tuple[str, ...] = NAMES) -> Iterator[Row]:
-    """Models of one precision each; the fine ones are tuned much as in full precision, and take the rate of
-    that.
+    """Models of one precision each; the fine ones take the rate of full precision, which is much the same.
 
     In the long run, whose rows are dear, the low ones take the rate of the other model of four bits.
     """
@@ -323,10 +300,6 @@ def dedicated_rows(bench: Bench, seed: int, precisions: tuple[str, ...] = NAMES)
             yield replace(row, bench=bench.name, seed=seed, rate_of="int4 QAT" if low else "fp")
 
 
-def low_rows(bench: Bench, seed: int) -> Iterator[Row]:
-    return dedicated_rows(bench, seed, LOW)
-
-
 def paper_rows(bench: Bench, seed: int) -> Iterator[Row]:
     """The paper's recipe as written: plain SGD at 1e-5."""
     if seed == SEEDS[0]:
@@ -335,9 +308,7 @@ def paper_rows(bench: Bench, seed: int) -> Iterator[Row]:
 
 
 def paper_rates(bench: Bench, seed: int) -> Iterator[Row]:
-    """The same at other rates, and at the one that held-out text prefers; where rows are dear, of what
-    decides.
-    """
+    """The same at other rates and the one that held-out text prefers; where rows are dear, what decides."""
     decisive = (*METHODS, *(f"fixed:{p}" for p in LOW))
     for row in paper_methods():
         if bench.model == STORIES or row.name in decisive:
@@ -351,9 +322,8 @@ def variant_rows(bench: Bench, seed: int) -> Iterator[Row]:
         truncated = method(f"{name}, truncate", Options(method=name, reconstruction="truncate"))
         fine = name.startswith("fixed:") and not name.endswith(LOW)
         yield replace(truncated, bench=bench.name, seed=seed, rate_of="fp" if fine else name)
-    yield Row(
-        bench.name, "best, equal compute", BEST, seed, rate_of="best", steps=round(bench.steps / PASSES)
-    )
+    fewer = round(bench.steps / PASSES)
+    yield Row(bench.name, "best, equal compute", BEST, seed, rate_of="best", steps=fewer)
     for row in dedicated_rows(bench, SEEDS[1]):
         row = replace(row, seed=seed)
         yield replace(row, name=f"{row.name}, a sixth", steps=round(SIXTH * bench.steps))
@@ -378,9 +348,7 @@ def search_rows(bench: Bench, seed: int) -> Iterator[Row]:
 
 REGIMES = (SMOL, STORIES, "MoE", ALPACA, LONG, DEMO)
 REPEATED = (SMOL, STORIES, LONG)
-"""Where a run sees its text four to six times. The mixture of experts sees it 1.8 times, the others once or
-in part.
-"""
+"""Where a run sees its text four to six times: the mixture of experts 1.8 times, others once or less."""
 PAPER = tuple(f"{model}, paper" for model in BIG)
 
 
@@ -388,13 +356,10 @@ PAPER = tuple(f"{model}, paper" for model in BIG)
 def blocks() -> dict[str, list[Job]]:
     """The rows of the study by what they are for, no row twice."""
     first, later = SEEDS[:1], SEEDS[1:]
-    fine = [name for name in REGIMES if name != LONG]
+    fine, low_rows = [name for name in REGIMES if name != LONG], partial(dedicated_rows, precisions=LOW)
 
-    def rows(
-        make: Callable[[Bench, int], Iterable[Row]], names: Iterable[str], seeds: Iterable[int] = first
-    ) -> list[Job]:
-        benches = [BENCHES[name] for name in names]
-        return [row for seed in seeds for bench in benches for row in make(bench, seed)]
+    def rows(make: Rows, names: Sequence[str], seeds: Sequence[int] = first) -> list[Job]:
+        return [row for seed in seeds for name in names for row in make(BENCHES[name], seed)]
 
     every = {
         "the recipe": rows(recipe_rows, REGIMES, SEEDS),
@@ -408,12 +373,12 @@ def blocks() -> dict[str, list[Job]]:
         "search and delay": rows(search_rows, BIG, SEEDS),
         "the format": rows(format_rows, BIG),
         "from calibrated weights": rows(start_rows, BIG, SEEDS),
-        "the paper at other rates": rows(paper_rates, reversed(PAPER), SEEDS),
+        "the paper at other rates": rows(paper_rates, PAPER[::-1], SEEDS),
         "two seeds more": rows(format_rows, BIG, later) + rows(dedicated_rows, fine, later),
         "the rest of the tables": [
             *(Observation(model, "midpoint") for model in BIG),
             *rows(variant_rows, BIG),
-            *rows(ablation_rows, reversed(BIG)),
+            *rows(ablation_rows, BIG[::-1]),
             *(Observation(model, "truncate", batches=8) for model in BIG),
             *rows(search_rows, ["MoE"], SEEDS),
             *rows(variant_rows, BIG, later),
@@ -431,8 +396,7 @@ def planned_rows() -> list[Row]:
 
 
 # What a row takes of an H200 that fourteen workers share, in seconds: a plain step, and reading the texts at
-# one precision. From the rows of format 1, whose `seconds` add up to fourteen times the minutes that they
-# took.
+# one precision. From the rows of format 1: their `seconds` are fourteen times the minutes that all took.
 STEP = {SMOL: 0.020, STORIES: 0.005, "moe": 0.015, "builtin": 0.005}
 READING = {SMOL: 0.30, STORIES: 0.08, "moe": 0.17, "builtin": 0.02}
 OTHER_FORMATS, TASKS, OBSERVING = 6, 2, 14.0  # in readings; in readings at each precision; in seconds
@@ -443,9 +407,8 @@ def cost(job: Job) -> float:
     if isinstance(job, Observation):
         return OBSERVING
     bench = BENCHES[job.bench]
-    readings = len(job.measured) * (1 + TASKS * ("zeroshot" in job.measures)) + OTHER_FORMATS * (
-        "others" in job.measures
-    )
+    readings = len(job.measured) * (1 + TASKS * ("zeroshot" in job.measures))
+    readings += OTHER_FORMATS * ("others" in job.measures)
     found = readings * READING[bench.model] * (2 if job.packing == "calibrated" else 1)
     if job.options is None:
         return found

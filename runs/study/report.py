@@ -1,5 +1,4 @@
-"""From the results file to the pages: tables between their marks, figures (figures.py) beside them. The rest
-is prose.
+"""From the results file to the pages: tables between marks, figures (figures.py) beside; the rest is prose.
 
 A mark is `<!-- study: NAME -->`, its end `<!-- /study -->`. What the plan asks for and the results do not
 hold says so in its cell.
@@ -12,6 +11,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import groupby, product
 from pathlib import Path
 
 from otaro.sefp.precision import Precision
@@ -51,27 +51,14 @@ def number(values: Sequence[float]) -> str:
 
 
 def behind(
-    made: Made,
-    name: str,
-    other: str,
-    column: str,
-    measure: str = "perplexity",
-    *,
-    at: str | None = None,
-    former: Made | None = None,
-    limit: float = 0.0,
+    made: Made, name: str, other: Made, its: str, column: str, measure: str, limit: float = 0, at: str = ""
 ) -> str:
-    """By how many percent a row is worse (+) or better (-) than another at the seeds that both have; bold
-    above a limit.
+    """By how many percent a row is worse (+) or better (-) than another; bold above a limit.
 
-    The other is taken at the same precision or that of `at`, from the same results or `former` ones.
+    At the seeds that both have; the other is taken at the same precision, or at that of `at`.
     """
-    ours, theirs = made.rows(model_at(name, column)), (former or made).rows(model_at(other, at or column))
-    pairs = [
-        (ours[seed].get(measure, {}).get(column), theirs[seed].get(measure, {}).get(at or column))
-        for seed in sorted(ours.keys() & theirs.keys())
-    ]
-    gaps = [100 * (a / b - 1) for a, b in pairs if a and b]
+    ours, theirs = made.by_seed(name, column, measure), other.by_seed(its, at or column, measure)
+    gaps = [100 * (ours[seed] / theirs[seed] - 1) for seed in sorted(ours.keys() & theirs.keys())]
     if not gaps:
         return ""
     spread = f" ± {statistics.stdev(gaps):.2f}" if len(gaps) > 1 else ""
@@ -79,10 +66,8 @@ def behind(
     return f"**{shown}**" if statistics.fmean(gaps) > limit else shown
 
 
-def all_behind(
-    made: Made, name: str, other: str, measure: str = "perplexity", limit: float = 0.0
-) -> list[str]:
-    return [behind(made, name, other, column, measure, limit=limit) for column in NAMES]
+def all_behind(made: Made, name: str, its: str, measure: str = "perplexity", limit: float = 0) -> list[str]:
+    return [behind(made, name, made, its, column, measure, limit) for column in NAMES]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -139,30 +124,24 @@ def regime(made: Made) -> str:
     """Methods by precision, at the rates that held-out text chose, with models of four bits below."""
     asked = asked_of(made.bench.name)
     names = [*RECIPE, *(name for name in ("bps", "otaro") if name in asked)]
-    four = [
-        [called(n), number(made.values(n, "E5M3")) or MISSING] for n in ("int4 QAT", "int4 QAT, held as best")
-    ]
-    text = method_table(made, names) + table(["a model of its own", "at 4.25 bits"], four)
+    four = {n: number(made.values(n, "E5M3")) or MISSING for n in ("int4 QAT", "int4 QAT, held as best")}
+    rows = [[called(name), value] for name, value in four.items()]
+    text = method_table(made, names) + table(["a model of its own", "at 4.25 bits"], rows)
     return text + chosen_rates(made, [*names, "int4 QAT"]) + made.source([*names, "int4 QAT"])
 
 
 def bars(regimes: Iterable[Made], text: str) -> str:
-    """In each regime: behind tuning as usual, and at E5M3 behind int4 QAT under the same regularisers; seeds
-    paired.
-    """
-    rows = []
+    """In each regime: behind tuning as usual, at E5M3 behind int4 QAT with `best`'s average; seeds paired."""
+    rows, measure = [], TEXTS[text]
     for made in regimes:
         ours = plan.recipe_of(made.bench)
-        names = {
-            name: f"{share} in full precision{', `best`' * (name == ours)}" for share, name in SHARES.items()
-        }
+        full = "in full precision"
+        names = {name: f"{part} {full}{', `best`' * (name == ours)}" for part, name in SHARES.items()}
         names |= {"fp" + plan.CALIBRATED: "tuned as usual, calibrated", "uniform": "`uniform`"}
         for name, words in names.items():
-            usual = [
-                behind(made, name, "fp", p, TEXTS[text], at=FULL, limit=limit) for p, limit in LIMITS.items()
-            ]
-            four = behind(made, name, "int4 QAT, held as best", "E5M3", TEXTS[text])
-            rows.append([f"{made.bench.name}: {words}", *(cell or MISSING for cell in (*usual, four))])
+            cells = [behind(made, name, made, "fp", p, measure, LIMITS[p], at=FULL) for p in LIMITS]
+            cells.append(behind(made, name, made, "int4 QAT, held as best", "E5M3", measure))
+            rows.append([f"{made.bench.name}: {words}", *(cell or MISSING for cell in cells)])
     return table([f"{text} text", *NAMES], rows)
 
 
@@ -177,17 +156,12 @@ def rivals(regimes: Iterable[Made], text: str) -> str:
 
 
 def as_written(made: Made) -> str:
-    """The paper's recipe: SGD at 1e-5 in the first table, at the rate that held-out text prefers in the
-    second.
-    """
+    """The paper's recipe: SGD at 1e-5 in the first table, in the second at the rate held-out text prefers."""
     own, bench, first = made.lines, made.bench, plan.SEEDS[0]
     stated = Made(bench, [line for line in own if line["lr"] in (None, bench.rates[0])])
     tried = {(line["name"], line["lr"]) for line in own if line["seed"] == first}
-    swept = [
-        line
-        for line in own
-        if line["lr"] is None or all((line["name"], rate) in tried for rate in bench.rates)
-    ]
+    whole = {name for name, _ in tried if all((name, rate) in tried for rate in bench.rates)}
+    swept = [line for line in own if line["lr"] is None or line["name"] in whole]
     best_of = Made(bench, [line for line in swept if line["seed"] == first or line["settings"]["lr"] is None])
     text = f"\nAt {bench.rates[0]:g}, as written:\n" + method_table(stated, PAPERS)
     text += f"\nAt the best of {', '.join(f'{rate:g}' for rate in bench.rates)} by held-out text:\n"
@@ -204,17 +178,13 @@ def as_written(made: Made) -> str:
 def powers_of_two(made: Made, former: Made) -> str:
     """Format 1, whose rows are kept; below, what the same method gains on format 2, seeds paired."""
     rows = [[called(name), *(number(former.values(name, column)) for column in COLUMNS)] for name in MAIN]
-    rows.append(
-        ["`int4 QAT`, at the rate of that time", *[""] * 6, number(former.values("int4 QAT", "E5M3"))]
-    )
-    text = (
-        table(["format 1", *COLUMNS], rows) + "\n`best` is the recipe of that time.\n" + former.source(MAIN)
-    )
-    gains = [
-        [called(name), *(behind(made, name, name, column, former=former) for column in NAMES)]
-        for name in MAIN[:-1]
-    ]
-    return text + "\nFormat 2 against it:\n" + table(["", *NAMES], gains)
+    four = number(former.values("int4 QAT", "E5M3"))
+    rows.append(["`int4 QAT`, at the rate of that time", *[""] * 6, four])
+    text = table(["format 1", *COLUMNS], rows) + "\n`best` is the recipe of that time.\n"
+    gains = []
+    for name in MAIN[:-1]:
+        gains.append([called(name), *(behind(made, name, former, name, p, "perplexity") for p in NAMES)])
+    return text + former.source(MAIN) + "\nFormat 2 against it:\n" + table(["", *NAMES], gains)
 
 
 def truncated(made: Made) -> str:
@@ -234,17 +204,11 @@ def against_fixed(made: Made, text: str) -> str:
 
 def strategies(models: Sequence[Made]) -> str:
     """What path search adds to uniform sampling, and delayed accumulation to path search, seeds paired."""
-    rows = [
-        [
-            f"{made.bench.name}, {text}",
-            f"`{ours}` against `{theirs}`",
-            *all_behind(made, ours, theirs, measure),
-        ]
-        for ours, theirs in (("bps", "uniform"), ("otaro", "bps"))
-        for made in models
-        for text, measure in TEXTS.items()
-    ]
-    return table(["", "", *NAMES], [row for row in rows if any(row[2:])]) + "\nRows and commands as above.\n"
+    rows = []
+    for (ours, its), made, text in product((("bps", "uniform"), ("otaro", "bps")), models, TEXTS):
+        if any(gaps := all_behind(made, ours, its, TEXTS[text])):
+            rows.append([f"{made.bench.name}, {text}", f"`{ours}` against `{its}`", *gaps])
+    return table(["", "", *NAMES], rows) + "\nRows and commands as above.\n"
 
 
 def calibrated(made: Made) -> str:
@@ -274,16 +238,11 @@ def zero_shot(made: Made) -> str:
         lines = made.rows(model_at(name, column)).values()
         return next((line["zeroshot"].get(column, {}) for line in lines if "zeroshot" in line), {})
 
-    text = table(
-        ["average of the tasks, %", *COLUMNS],
-        [[called(name), *(average(found(name, column).values()) for column in COLUMNS)] for name in MAIN],
-    )
+    rows = [[called(name), *(average(found(name, p).values()) for p in COLUMNS)] for name in MAIN]
+    text = table(["average of the tasks, %", *COLUMNS], rows)
     for name in ("none", "fp", "best"):
-        rows = [
-            [task, *(average([found(name, column)[task]]) for column in COLUMNS)]
-            for task in found(name, FULL)
-        ]
-        if rows:
+        tasks = found(name, FULL)
+        if rows := [[task, *(average([found(name, p)[task]]) for p in COLUMNS)] for task in tasks]:
             text += table([f"`{name}`, %", *COLUMNS], rows)
     return text + made.source(MAIN, [0, *made.seeds_with("zeroshot")[:1]])
 
@@ -298,31 +257,22 @@ def average(tasks: Iterable[tuple[float, float]]) -> str:
 
 
 def ablations(made: Made) -> str:
-    groups: dict[str, list[str]] = {}
-    for group, row in plan.ablations():
-        groups.setdefault(group, []).append(row.name)
-    bases = {
-        "lambda": ("bps", "otaro"),
-        "delay": ("bps", "otaro"),
-        "reduction": ("otaro",),
-        "ultra-low": ("otaro",),
-    }
+    both, last = ("bps", "otaro"), ("otaro",)
+    bases = {"lambda": both, "delay": both, "reduction": last, "ultra-low": last}
     titles = {
         "lambda": "λ (5 is the default)",
         "delay": "N (10 is the default; `bps` does without LAA)",
         "reduction": "sum or mean",
     }
     rows, shown = [], set[str]()
-    for group, names in groups.items():
-        if there := [name for name in names if made.rows(name)]:
+    for group, members in groupby(plan.ablations(), key=lambda one: one[0]):
+        if there := [row.name for _, row in members if made.rows(row.name)]:
             every = [*bases.get(group, ("best",)), *there]
             shown.update(every)
             seeds = made.shared(every)
             rows.append([f"**{titles.get(group, group)}**", *([""] * 6), " "])
-            rows += [
-                [called(name), *(number(made.values(name, c, seeds=seeds)) for c in COLUMNS)]
-                for name in every
-            ]
+            for name in every:
+                rows.append([called(name), *(number(made.values(name, p, seeds=seeds)) for p in COLUMNS)])
     return table(["", *COLUMNS], rows) + made.source(sorted(shown))
 
 
@@ -343,35 +293,26 @@ def others(made: Made) -> str:
     seeds = made.seeds_with("others")
     bits = {name: (bits, "others") for name, (bits, _) in OTHERS.items()}
     bits |= {name: (Precision(name).bits_per_weight(), "perplexity") for name in NAMES}
-    rows = [
-        [name, f"{each:.3f}"]
-        + [
-            number(made.values(weights, name, measure, None if weights == "none" else seeds))
-            for weights in tuned
-        ]
-        for name, (each, measure) in sorted(bits.items(), key=lambda one: one[1][0])
-    ]
+    at = {weights: None if weights == "none" else seeds for weights in tuned}
+    rows = []
+    for name, (each, measure) in sorted(bits.items(), key=lambda one: one[1][0]):
+        cells = (number(made.values(weights, name, measure, at[weights])) for weights in tuned)
+        rows.append([name, f"{each:.3f}", *cells])
     text = table(["", "bits a weight", *(f"`{name}`" for name in tuned)], rows)
-    own = {
-        "int4 QAT": ("int4 QAT, groups of 64", "4.25"),
-        "int4 QAT, held as best": ("the same, averaged", "4.25"),
-    }
+    own = {"int4 QAT": ("int4 QAT, groups of 64", "4.25")}
+    own |= {"int4 QAT, held as best": ("the same, averaged", "4.25")}
     own |= {"fixed:E5M3": ("`fixed:E5M3`", "4.125"), "best": ("`best`", "4.125")}
     common = made.shared(list(own))
-    trained = [
-        [*words, number(made.values(name, "E5M3", seeds=common)) or MISSING] for name, words in own.items()
-    ]
+    trained = [[*own[name], number(made.values(name, "E5M3", seeds=common)) or MISSING] for name in own]
     text += table(["tuned at four bits", "bits a weight", "perplexity"], trained)
     return text + made.source(["none", *own, "fp"])
 
 
 def boundaries(lines: Iterable[Result]) -> str:
     """How many weights lie on a border between two cells, by precision."""
-    counted = [line for line in lines if line["bench"] == "boundaries"]
-    rows = [
-        [one["name"], *(f"{one['on_border'][p]:.4%}" for p in NAMES), f"{one['zeros']:.4%}"]
-        for one in counted
-    ]
+    counted, rows = [line for line in lines if line["bench"] == "boundaries"], []
+    for one in counted:
+        rows.append([one["name"], *(f"{one['on_border'][p]:.4%}" for p in NAMES), f"{one['zeros']:.4%}"])
     commits = ", ".join(dict.fromkeys(one["commit"] for one in counted))
     return table(["share of the weights", *NAMES, "exactly zero"], rows) + f"\nCounted at commit {commits}.\n"
 
@@ -388,12 +329,8 @@ def _observed(line: Result, reconstruction: str) -> str:
     for index, name in enumerate(NAMES):
         fit, exponent = line["fit"][name], line["noise"][name]["exponent"]
         cosines = [m["to_fp"][index] for m in line["modules"] if m["to_fp"][index] is not None]
-        cells = [
-            name,
-            f"{line['to_fp'][index]:.3f}",
-            f"{min(cosines):.3f}",
-            f"{line['norm_error'][name]:.1%}",
-        ]
+        cells = [name, f"{line['to_fp'][index]:.3f}", f"{min(cosines):.3f}"]
+        cells += [f"{line['norm_error'][name]:.1%}"]
         cells += [f"{fit['y_share']:.3f}", "" if fit["y_bias"] is None else f"{fit['y_bias']:.2f}"]
         rows.append([*cells, "" if exponent is None else f"N^{exponent:+.2f}"])
     chance = line["settings"]["batches"] ** -0.5
@@ -407,11 +344,8 @@ def _observed(line: Result, reconstruction: str) -> str:
     text = table(head, rows)
     text += table(["", "with an outlier", "lost at E5M4", "at E5M3", "error at E5M4", "at E5M3"], sizes)
     most = ", ".join(f"`{name}` {share:.2%}" for name, share in line["most_outliers"].items())
-    text += f"\nMost outliers in groups of 64: {most}.\n"
-    return (
-        text
-        + f"\n`{line['command']}`, and `otaro analyze weights`; commit {line['commit']}; {line['machine']}.\n"
-    )
+    text += f"\nMost outliers in groups of 64: {most}.\n\n`{line['command']}`, and `otaro analyze weights`; "
+    return text + f"commit {line['commit']}; {line['machine']}.\n"
 
 
 def state(done: dict[str, Result]) -> str:
@@ -421,10 +355,8 @@ def state(done: dict[str, Result]) -> str:
         missing = [job for job in jobs if not is_done(job, done)]
         minutes = f"{sum(map(plan.cost, missing)) / 60:.0f}" if missing else ""
         rows.append([name, f"{len(jobs) - len(missing)} of {len(jobs)}", minutes])
-    return table(
-        ["rows of format 2, most valuable first", "made", "minutes of an H200 that the others take, about"],
-        rows,
-    )
+    takes = "minutes of an H200 that the others take, about"
+    return table(["rows of format 2, most valuable first", "made", takes], rows)
 
 
 # The pages --------------------------------------------------------------------------------------------------
@@ -447,9 +379,7 @@ def sections(lines: Sequence[Result]) -> dict[str, str]:
         "paths": (BIG, paths),
         "others": (BIG, others),
     }
-    found = {
-        f"{kind}, {name}": make(made[name]) for kind, (names, make) in by_bench.items() for name in names
-    }
+    found = {f"{kind}, {one}": make(made[one]) for kind, (names, make) in by_bench.items() for one in names}
     found |= {f"bars, {text}": bars(regimes, text) for text in TEXTS}
     found |= {f"rivals, {text}": rivals(regimes, text) for text in TEXTS}
     found |= {f"observations, {model}": observed(done.values(), model) for model in BIG}
@@ -464,9 +394,7 @@ def fill(page: str, made: Mapping[str, str]) -> str:
 
     def replaced(match: re.Match[str]) -> str:
         if match[1] not in made:
-            raise SystemExit(
-                f"error: the page has a mark for {match[1]!r}, which is none of: {', '.join(made)}"
-            )
+            raise SystemExit(f"error: the page has a mark {match[1]!r}, which is none of: {', '.join(made)}")
         return f"<!-- study: {match[1]} -->\n{made[match[1]]}\n<!-- /study -->"
 
     return re.sub(r"<!-- study: (.+?) -->\n.*?<!-- /study -->", replaced, page, flags=re.DOTALL)

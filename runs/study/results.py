@@ -13,6 +13,7 @@ from runs.study.plan import BENCHES, CALIBRATED, FORMAT, FULL, JUDGED, NAMES, SE
 MOST_LOSS = 50.0  # a perplexity that JSON can hold, and nobody will mind
 
 Result = dict[str, Any]
+Seeds = Collection[int] | None
 
 
 def read(results: Path) -> list[Result]:
@@ -33,27 +34,20 @@ def finished(lines: Sequence[Result], version: int = FORMAT) -> dict[str, Result
 
 
 def is_done(job: Job, done: dict[str, Result]) -> bool:
-    """Whether the results hold it, made with the settings that the plan now has, and at the rate that is now
-    chosen.
+    """Whether the results hold it, made with the settings that the plan now has, at the rate now chosen.
 
     More may have been measured than it asks.
     """
     if job.key not in done:
         return False
-    if (
-        isinstance(job, Row)
-        and job.lr is None
-        and job.options
-        and done[job.key].get("lr") != chosen_rate(job, done)
-    ):
+    line = done[job.key]
+    if isinstance(job, Row) and job.lr is None and job.options and line.get("lr") != chosen_rate(job, done):
         return False
-    made, asked = done[job.key]["settings"], json.loads(json.dumps(job.settings()))
-    return all(
-        set(wanted) <= set(made.get(name, ()))
-        if name in ("measured", "measures")
-        else made.get(name) == wanted
-        for name, wanted in asked.items()
-    )
+    asked, made = json.loads(json.dumps(job.settings())), line["settings"]
+    for name in ("measured", "measures"):
+        if not set(asked.pop(name, ())) <= set(made.get(name, ())):
+            return False
+    return all(made.get(name) == wanted for name, wanted in asked.items())
 
 
 def chosen_rate(row: Row, done: dict[str, Result]) -> float | None:
@@ -108,20 +102,19 @@ class Made:
         swept = line.get("settings", {}).get("rate_of")
         return bool(swept and format_of(line) == FORMAT and line["lr"] not in self.bench.rates)
 
-    def values(
-        self, name: str, column: str, measure: str = "perplexity", seeds: Collection[int] | None = None
-    ) -> list[float]:
-        """One number per seed, of all or of those given; `fixed` is each precision's own model."""
-        rows = self.rows(model_at(name, column))
-        found = [
-            rows[seed].get(measure, {}).get(column) for seed in sorted(rows) if seeds is None or seed in seeds
-        ]
-        return [value for value in found if value is not None]
+    def by_seed(self, name: str, column: str, measure: str) -> dict[int, float]:
+        """In the order of seeds; `fixed` is each precision's own model."""
+        rows = sorted(self.rows(model_at(name, column)).items())
+        found = {seed: row.get(measure, {}).get(column) for seed, row in rows}
+        return {seed: value for seed, value in found.items() if value is not None}
+
+    def values(self, name: str, column: str, measure: str = "perplexity", seeds: Seeds = None) -> list[float]:
+        """One number per seed, of all or of those given."""
+        found = self.by_seed(name, column, measure)
+        return [found[seed] for seed in found if seeds is None or seed in seeds]
 
     def shared(self, names: Sequence[str]) -> set[int]:
-        """The seeds that all have, of those that have any: what is compared is to be compared at the same
-        ones.
-        """
+        """The seeds that all have, of those that have any: what is compared is compared at the same ones."""
         found = [set(rows) for name in names if (rows := self.rows(name))]
         return set.intersection(*found) if found else set()
 
@@ -129,12 +122,11 @@ class Made:
         """The seeds at which it was measured beside perplexities."""
         return sorted({line["seed"] for line in self.lines if line.get("lr") and measure in line})
 
-    def source(self, names: Sequence[str], seeds: Collection[int] | None = None) -> str:
+    def source(self, names: Sequence[str], seeds: Seeds = None) -> str:
         """The line under a table of these rows: command, commits, machines, seeds."""
         own = {one for name in names for one in models_of(name)}
-        lines = [
-            line for line in self.lines if line["name"] in own and (seeds is None or line["seed"] in seeds)
-        ]
+        lines = [line for line in self.lines if line["name"] in own]
+        lines = [line for line in lines if seeds is None or line["seed"] in seeds]
         command = f"runs/study.sh --data DIR --only '{self.bench.name}:*'"
         if not lines:
             return f"\n`{command}`\n"
@@ -147,9 +139,7 @@ class Made:
 
 
 def format_of(line: Result) -> int:
-    """The version of the format whose numbers a row has; of what has no settings, such as a count, the
-    present one.
-    """
+    """Whose numbers a row has; of what has no settings, such as a count, the present one."""
     return int(line["settings"].get("format", 1)) if "settings" in line else FORMAT
 
 
@@ -160,7 +150,7 @@ def _better_packing(line: Result) -> Result:
 
 
 def models_of(name: str) -> list[str]:
-    """`fixed` stands for the dedicated models of all precisions, what is judged for what it is chosen from."""
+    """`fixed` stands for dedicated models of all precisions, what is judged for what it is chosen from."""
     if name.endswith(JUDGED):
         return [name.removesuffix(JUDGED) + end for end in ("", CALIBRATED)]
     return [model_at(name, p) for p in NAMES] if is_fixed(name) else [name]

@@ -1,5 +1,4 @@
-"""What a worker does: takes rows that nobody else has taken, tunes, measures, writes a line; keeps models
-between rows.
+"""What a worker does: takes rows that nobody else has taken, tunes, measures, writes a line.
 
 Loading a model, moving it to the GPU and compiling its steps takes longer than tuning it, so a worker holds
 on to each model it has met, with its first weights beside it, and sets them back before a row.
@@ -126,9 +125,7 @@ class Worker:
         logging.disable_progress_bar()
         logging.set_verbosity_error()
         self.half = torch.float16 if places.device == "cuda" else None
-        """What is measured in: the longest values of SEFP have 14 bits, of which this keeps 11, and attention
-        is then fast.
-        """
+        """What is measured in: of at most 14 bits that values of SEFP have it keeps 11; attention is fast."""
 
     def run(self, row: Row, lr: float) -> Result:
         """The row's line for the results."""
@@ -143,8 +140,7 @@ class Worker:
         except TrainingError as error:
             return line | {"error": str(error).partition(";")[0]} | self.provenance(started)
         finally:
-            # Trainer leaves its autocast around the model; measuring has another, and the next trainer puts
-            # its own.
+            # Trainer leaves its autocast around the model; measuring has another, the next trainer its own.
             for left in ("forward", "_original_forward", "_is_accelerate_prepared"):
                 held.model.__dict__.pop(left, None)
             gc.collect()  # trainers hold themselves, and with them the optimizer's states
@@ -155,11 +151,12 @@ class Worker:
         texts = {"heldout": material.heldout, "perplexity": material.test}
         for text, batches in texts.items():
             line[text] = self._perplexities(held, precisely, row.measured, batches)
+
+        def perplexity(batches: list[Batch]) -> float | None:
+            return self._perplexities(held, precisely, [FULL], batches)[FULL]
+
         if "others" in row.measures:
-            rounded = self._rounded(held.model)
-            line["others"] = {
-                name: self._perplexities(held, precisely, [FULL], material.test)[FULL] for name in rounded
-            }
+            line["others"] = {name: perplexity(material.test) for name in self._rounded(held.model)}
         if "zeroshot" in row.measures:
             questions = zeroshot.load(self.places.questions(bench.model))
             line["zeroshot"] = self._accuracies(held.model, precisely, row.measured, questions)
@@ -170,7 +167,7 @@ class Worker:
                 for name in NAMES:
                     Source(Path(scratch) / "packed", name).load_into(held.model)
                     for text, batches in texts.items():
-                        line[text][name] = self._perplexities(held, precisely, [FULL], batches)[FULL]
+                        line[text][name] = perplexity(batches)
         return line | {"tuning_seconds": round(tuned_in, 1)} | self.provenance(started)
 
     def provenance(self, started: float) -> Result:
@@ -188,32 +185,26 @@ class Worker:
     def _tuned(
         self, row: Row, bench: Bench, held: Held, material: Material, lr: float
     ) -> tuple[Precisely, Result]:
-        """Tune the model in place; what it is to be measured with, how often each precision was taken, what
-        was kept.
-        """
+        """Tune in place; what to measure with, how often each precision was taken, and what was kept."""
         if row.options is None:
             precisely = precisely_for(row.quantizer, 64, "midpoint")
             prepare(held.model, precisely)
             return precisely, {}
-        cuda = self.places.device == "cuda"
+        cuda, padding = self.places.device == "cuda", padding_id(held.tokenizer)
+        join = collate(padding)
         with tempfile.TemporaryDirectory() as scratch:
             arguments = TrainingArguments(
-                scratch, per_device_train_batch_size=bench.batch_size, max_steps=row.steps or bench.steps, learning_rate=lr,
-                lr_scheduler_type=row.schedule, max_grad_norm=row.clip,
+                scratch, per_device_train_batch_size=bench.batch_size, max_steps=row.steps or bench.steps,
+                learning_rate=lr, lr_scheduler_type=row.schedule, max_grad_norm=row.clip,
                 optim="sgd" if row.optimizer == "sgd" else "adamw_torch_fused" if cuda else "adamw_torch",
-                bf16=cuda, use_cpu=not cuda, seed=row.seed, report_to=[], save_strategy="no", logging_strategy="no",
-                disable_tqdm=True, remove_unused_columns=False, logging_nan_inf_filter=False, dataloader_drop_last=True,
+                bf16=cuda, use_cpu=not cuda, seed=row.seed, report_to=[], save_strategy="no",
+                logging_strategy="no", disable_tqdm=True, remove_unused_columns=False,
+                logging_nan_inf_filter=False, dataloader_drop_last=True,
             )  # fmt: skip
-            join = collate(padding_id(held.tokenizer))
             trainer = OtaroTrainer(
-                model=held.model,
-                args=arguments,
-                train_dataset=material.training,
-                data_collator=lambda examples: _padded(
-                    join(examples), bench.sequence_length, padding_id(held.tokenizer)
-                ),
-                otaro=row.options,
-            )
+                model=held.model, args=arguments, train_dataset=material.training, otaro=row.options,
+                data_collator=lambda examples: _padded(join(examples), bench.sequence_length, padding),
+            )  # fmt: skip
             if row.quantizer != "sefp":
                 options = row.options
                 trainer.precisely = precisely_for(row.quantizer, options.group_size, options.reconstruction)
@@ -239,10 +230,9 @@ class Worker:
     def _compile(trainer: OtaroTrainer, held: Held) -> None:
         """Compile the model's steps once; another trainer of the same model takes them over."""
         if held.compiled_divergence is None:
-            # else a worker that has met many rows silently stops compiling
-            torch._dynamo.config.recompile_limit = 64
-            # a bench has one shape, and benches are few
-            torch._dynamo.config.automatic_dynamic_shapes = False
+            settings = torch._dynamo.config
+            settings.recompile_limit = 64  # else a worker that has met many rows silently stops compiling
+            settings.automatic_dynamic_shapes = False  # a bench has one shape, and benches are few
             trainer.compile_steps()
             held.compiled_divergence = trainer._divergence
         trainer._divergence = held.compiled_divergence
@@ -253,13 +243,10 @@ class Worker:
         self, held: Held, precisely: Precisely, names: Sequence[str], batches: list[Batch]
     ) -> dict[str, float | None]:
         """By precision."""
-        losses = losses_by_precision(
-            held.model, precisely, [_precision(name) for name in names], batches, self.half
-        )
-        return {
-            name: round(math.exp(min(loss, MOST_LOSS)), 4) if math.isfinite(loss) else None
-            for name, loss in zip(names, losses, strict=True)
-        }
+        asked = [_precision(name) for name in names]
+        losses = losses_by_precision(held.model, precisely, asked, batches, self.half)
+        found = [round(math.exp(min(loss, MOST_LOSS)), 4) if math.isfinite(loss) else None for loss in losses]
+        return dict(zip(names, found, strict=True))
 
     @torch.no_grad()
     def _rounded(self, model: Any) -> Iterator[str]:
@@ -274,18 +261,13 @@ class Worker:
         torch._foreach_copy_(weights, before)
 
     def _pack_calibrated(self, row: Row, held: Held, material: Material, folder: Path) -> float:
-        """Pack the tuned model on what it was tuned on, into `packed` of the folder; the seconds that it
-        took.
-        """
+        """Pack the tuned model on what it was tuned on, into `packed` of the folder; seconds that it took."""
         assert row.options is not None
         checkpoint = folder / "tuned"
         held.model.config.save_pretrained(checkpoint)
         tied = set(held.model.all_tied_weights_keys)
-        state = {
-            name: tensor.contiguous().cpu()
-            for name, tensor in held.model.state_dict().items()
-            if name not in tied
-        }
+        every = held.model.state_dict().items()
+        state = {name: tensor.contiguous().cpu() for name, tensor in every if name not in tied}
         save_file(state, checkpoint / "model.safetensors", {"format": "pt"})
         length = min(LENGTH, held.model.config.max_position_embeddings)
         windows = windows_of_examples((ids for ids, _ in material.training.examples), SAMPLES, length)
@@ -298,30 +280,21 @@ class Worker:
         self, model: Any, precisely: Precisely, measured: Sequence[str], questions: zeroshot.Questions
     ) -> dict[str, Any]:
         """Of every task at every precision."""
-        positions, found = model.config.max_position_embeddings, {}
+        found, half = {}, torch.autocast(self.places.device, self.half, enabled=self.half is not None)
         model.eval()
         for name in measured:
-            with (
-                precisely.at(_precision(name), self.half),
-                torch.compiler.set_stance("force_eager"),
-                torch.autocast(self.places.device, self.half, enabled=self.half is not None),
-            ):
-                found[name] = zeroshot.evaluate(model, questions, positions)
+            with precisely.at(_precision(name), self.half), torch.compiler.set_stance("force_eager"), half:
+                found[name] = zeroshot.evaluate(model, questions, model.config.max_position_embeddings)
         return found
 
     # Loading ------------------------------------------------------------------------------------------------
 
     def _prepared(self, bench: Bench, start: str) -> tuple[Held, Material]:
         if bench.model not in self.held:
-            directory = self.places.checkpoint(bench)
-            model = (
-                moe.load(self.places.moe, self.places.device)
-                if bench.model == "moe"
-                else self._model(directory)
-            )
-            self.held[bench.model] = Held(
-                model, AutoTokenizer.from_pretrained(directory), {"plain": _weights(model)}
-            )
+            directory, is_moe = self.places.checkpoint(bench), bench.model == "moe"
+            model = moe.load(self.places.moe, self.places.device) if is_moe else self._model(directory)
+            tokenizer = AutoTokenizer.from_pretrained(directory)
+            self.held[bench.model] = Held(model, tokenizer, {"plain": _weights(model)})
         held = self.held[bench.model]
         if bench.name not in held.benches:
             held.benches[bench.name] = self._material(bench, held.tokenizer)
@@ -337,32 +310,25 @@ class Worker:
         together = MEASURED_TOGETHER[self.places.device]
 
         def batches(dataset: TokenDataset, count: int, length: int) -> list[Batch]:
-            size, count = max(1, together // length), min(count, len(dataset))
-            return [
-                join([dataset[i] for i in range(at, min(at + size, count))]) for at in range(0, count, size)
-            ]
+            size, found = max(1, together // length), [dataset[i] for i in range(min(count, len(dataset)))]
+            return [join(found[at : at + size]) for at in range(0, len(found), size)]
 
         if bench.data == "alpaca":
-            # two have no answer
+            # Two have no answer.
             rows = load_data(self.places.file("alpaca/alpaca_5000.json"), tokenizer, length)
             rows, test = split(rows, bench.held_out, 0)
             training, heldout = split(rows, bench.held_out, 1)
         else:
             with tempfile.TemporaryDirectory() as scratch:
                 tuning, measuring = self.places.texts(bench, Path(scratch))
-                # The published rows were made before blocks began with the beginning-of-text token. Of the
-                # study's models stories15M alone has a tokenizer that writes one: with it, new rows would not
-                # compare with the old ones.
+                # The published rows were made before blocks began with the beginning-of-text token, which
+                # only stories15M's tokenizer writes here: with it, new rows would not compare with old ones.
                 training, heldout = split(load_data(tuning, tokenizer, length, bos=False), HELD_OUT, 0)
                 test = load_data(measuring, tokenizer, bench.window, bos=False)
-        # as the demo itself; it has much held out, and is made on CPUs
-        glance = bench.data == "documentation"
-        unseen, judged = (
-            batches(heldout, count, length) for count in (JUDGED if glance else len(heldout), JUDGED)
-        )
-        return Material(
-            training, unseen, judged, batches(test, bench.test_tokens // bench.window, bench.window)
-        )
+        judged, tested = batches(heldout, JUDGED, length), bench.test_tokens // bench.window
+        # The demo, which is made on CPUs, has much held out, and itself looks at as much as this.
+        unseen = judged if bench.data == "documentation" else batches(heldout, len(heldout), length)
+        return Material(training, unseen, judged, batches(test, tested, bench.window))
 
 
 def _weights(model: Any) -> list[torch.Tensor]:
@@ -373,9 +339,8 @@ def _padded(batch: Batch, length: int, padding: int) -> Batch:
     """All batches equally long: each length would be compiled anew."""
     short = length - batch["input_ids"].shape[1]
     fills = {"input_ids": padding, "labels": -100, "attention_mask": 0}
-    return {
-        name: torch.nn.functional.pad(tensor, (0, short), value=fills[name]) for name, tensor in batch.items()
-    }
+    pad = torch.nn.functional.pad
+    return {name: pad(tensor, (0, short), value=fills[name]) for name, tensor in batch.items()}
 
 
 def _precision(name: str) -> Precision | None:
@@ -444,9 +409,8 @@ def _ready(job: Job, done: dict[str, Result], places: Places, claims: Path) -> b
             return False
         if bench.model == "moe" and not _made(places.moe / moe.WEIGHTS, claims, partial(_train_moe, places)):
             return False
-        if job.start == "calibrated" and not _made(
-            places.calibrated(bench), claims, partial(calibrate, bench, places)
-        ):
+        made, make = places.calibrated(bench), partial(calibrate, bench, places)
+        if job.start == "calibrated" and not _made(made, claims, make):
             return False
     return take(claims, job.key)
 
@@ -475,8 +439,7 @@ def calibrate(bench: Bench, places: Places) -> str:
     with tempfile.TemporaryDirectory() as scratch:
         tuning, _ = places.texts(bench, Path(scratch))
         content = tuning.read_text()
-        # of tokens as many are held out, give or take
-        content = content[: round((1 - 2 * HELD_OUT) * len(content))]
+        content = content[: round((1 - 2 * HELD_OUT) * len(content))]  # as many tokens are held out, roughly
         packed = Path(scratch) / "packed"
         made = pack_calibrated(places.checkpoint(bench), packed, content, device=places.device)
         export(packed, places.calibrated(bench), precision=NAMES[0], to="hf")
@@ -486,9 +449,8 @@ def calibrate(bench: Bench, places: Places) -> str:
 def _do(worker: Worker, job: Job, done: dict[str, Result], places: Places) -> str:
     if isinstance(job, Observation):
         started = time.perf_counter()
-        line = observe(
-            job, places.models, places.file("wikitext-2/valid.txt"), places.device
-        ) | worker.provenance(started)
+        line = observe(job, places.models, places.file("wikitext-2/valid.txt"), places.device)
+        line |= worker.provenance(started)
         append(places.results, line)
         return " ".join(f"{name} {cosine:.3f}" for name, cosine in zip(NAMES, line["to_fp"], strict=True))
     lr = chosen_rate(job, done)

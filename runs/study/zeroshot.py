@@ -1,5 +1,4 @@
-"""Zero-shot tasks without the harness at hand: its requests are written to a file once, and scored where the
-weights are.
+"""Zero-shot tasks without the harness at hand: its requests are written once, and scored elsewhere.
 
 `export` asks lm-evaluation-harness for everything that its tasks would ask a model: the tokens of each
 context and answer, which answer is right, and by which lengths likelihoods are divided. `evaluate` needs
@@ -25,22 +24,18 @@ LIMIT = 500  # documents of a task
 
 @dataclass(frozen=True)
 class Question:
-    """One document of a task: token ids (context, answer) of each choice, the right one, and what scores are
-    divided by.
-    """
+    """One document of a task."""
 
-    choices: list[tuple[list[int], list[int]]]
-    gold: int
-    lengths: list[float]
+    choices: list[tuple[list[int], list[int]]]  # token ids of context and answer
+    gold: int  # which is right
+    lengths: list[float]  # what scores are divided by
 
 
 Questions = dict[str, list[Question]]
 
 
 def export(names: Sequence[str], data_dir: Path, tokenizer: Any, model: Any) -> Questions:
-    """The questions of tasks of the harness; `model` is any model, for the harness wants one before it
-    tokenises.
-    """
+    """The questions of the harness's tasks; `model` is any, for the harness wants one to tokenise."""
     from otaro.evaluate.harness import Tasks, _quiet
 
     tasks = Tasks(names, data_dir)
@@ -61,8 +56,7 @@ def export(names: Sequence[str], data_dir: Path, tokenizer: Any, model: Any) -> 
 def _question(task: Any, instances: list[Any], runner: Any, by_norm: bool) -> Question:
     instances = sorted(instances, key=lambda instance: instance.idx)
     count, document = len(instances), instances[0].doc
-    # Which answer counts as right, and lengths, by what the task itself makes of likelihoods that favour each
-    # in turn.
+    # Which answer counts as right, by what the task itself makes of likelihoods that favour each in turn.
     likelihoods = [[(0.0 if i == j else -1e9, False) for j in range(count)] for i in range(count)]
     right = [task.process_results(document, favouring)["acc"] for favouring in likelihoods]
     lengths = [float(len(choice)) for choice in task.doc_to_choice(document)] if by_norm else [1.0] * count
@@ -82,10 +76,9 @@ def load(path: Path) -> Questions:
 
 @torch.inference_mode()
 def log_likelihoods(model: Any, questions: Sequence[Question], positions: int) -> list[list[float]]:
-    """The log probability of every choice after its context; a context that does not fit loses its beginning."""
-    requests = [
-        (q, c, *choice) for q, question in enumerate(questions) for c, choice in enumerate(question.choices)
-    ]
+    """The log probability of every choice after its context, which loses its beginning if it does not fit."""
+    every = enumerate(question.choices for question in questions)
+    requests = [(q, c, *choice) for q, choices in every for c, choice in enumerate(choices)]
     inputs = [(context + answer)[-(positions + 1) :][:-1] for _, _, context, answer in requests]
     order = sorted(range(len(requests)), key=lambda i: -len(inputs[i]))
     found = [[0.0] * len(question.choices) for question in questions]

@@ -143,7 +143,7 @@ def test_nothing_clips_but_on_powers_of_two(name, weights):
 
 
 def test_scales_are_the_least_of_their_kind(weights):
-    """Two or three fraction bits, the largest weight in the last cell; a power of two is that of version 1."""
+    """Two or three fraction bits, the largest weight in the last cell; powers of two as in version 1."""
     weights = weights[1:]  # the first row gets too small for a full choice of scales
     powers = 2.0 ** weights.view(5, 3, 64).abs().amax(-1).log2().floor().add(1)
     assert torch.equal(precisely_for("pow2", 64, "midpoint")._group_scales(weights, None), powers)
@@ -298,7 +298,7 @@ def test_the_recipe_is_tried_in_every_regime_over_three_seeds():
 
 
 def test_the_paper_is_run_as_it_is_written():
-    """Truncation, lambda 5, N 10, plain SGD at 1e-5, no clipping, no schedule; LAA for dedicated models too."""
+    """Truncation, lambda 5, N 10, plain SGD at 1e-5, no clipping or schedule; LAA for dedicated ones too."""
     rows = [row for row in plan.planned_rows() if row.bench in plan.PAPER and row.options]
     for row in rows:
         assert (row.options.reconstruction, row.options.exploration, row.options.delay) == (
@@ -821,8 +821,9 @@ def test_a_llama2c_model_is_read_as_it_was(tmp_path):
         return weight.view(-1, 2, 3, 24).transpose(1, 2).reshape(-1, 24)
 
     parts = [state["embed_tokens.weight"]]
-    for name in ("input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-                 "post_attention_layernorm", "mlp.gate_proj", "mlp.down_proj", "mlp.up_proj"):  # fmt: skip
+    names = "input_layernorm self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj"
+    names += " post_attention_layernorm mlp.gate_proj mlp.down_proj mlp.up_proj"
+    for name in names.split():
         stacked = [state[f"layers.{layer}.{name}.weight"] for layer in range(2)]
         parts += [pairs(weight) if name.endswith(("q_proj", "k_proj")) else weight for weight in stacked]
     parts += [state["norm.weight"], torch.zeros(16, 6)]
