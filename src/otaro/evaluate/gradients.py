@@ -1,5 +1,4 @@
-"""Gradients at every precision: the paper's Figs. 4 and 5 and eqs. 14 to 17, for every packed module instead
-of one layer.
+"""Gradients at every precision: the paper's Figs. 4 and 5 and eqs. 14 to 17, for every packed module.
 
 The straight-through gradient at a precision is the gradient at the quantized weights, passed on as it is
 (eqs. 1 to 3): that of a model that simply holds the decoded weights. So one float model is enough. For each
@@ -7,18 +6,18 @@ batch it gets its original weights and then those of each precision in turn, sev
 yields f, the paper's gradient in full precision, and six gradients g. All of them concern the packed weights;
 norms and biases are not quantized and not looked at.
 
-  similarity  (Fig. 4) the cosine between the gradients at two precisions: <g, g'> / (|g| |g'|), with the gradients of all
-              batches laid end to end, per module and over all modules (`overall`). `to_fp` is the cosine with f.
-  norm_error  (Fig. 5) (|g| - |f|) / |f| for each batch, all modules together. The reference is full precision, as in the
-              paper, which shows the absolute difference; the relative one compares between batches and models.
-  fit         (eq. 14) g = X f + Y by least squares over all entries of all batches. As a full matrix X would have more
-              unknowns than any number of batches has equations, and Y would vanish; here X is a number, <g, f> / <f, f>.
-              `y_share` is |Y| / |f|.
-              (eq. 15) The mean over all entries is near zero for any gradient, as signs cancel. Whether each entry's own
-              mean over the batches is zero tells `y_bias`, the norm of the mean Y over the root mean square norm of a
-              batch's Y: about 1/sqrt(batches) if Y is independent noise around zero, 1 if Y is always the same.
-  noise       (eq. 17) |sum of Y| / |sum of f| over the first n batches. `exponent` is the slope of log ratio over log n by
-              least squares: -1/2 is the paper's law.
+  similarity  (Fig. 4) the cosine between the gradients at two precisions: <g, g'> / (|g| |g'|), all batches
+              laid end to end, per module and over all modules (`overall`). `to_fp` is the cosine with f.
+  norm_error  (Fig. 5) (|g| - |f|) / |f| for each batch, all modules together. The paper shows the absolute
+              difference from full precision; the relative one compares between batches and models.
+  fit         (eq. 14) g = X f + Y by least squares over all entries of all batches. As a full matrix X would
+              have more unknowns than batches give equations, and Y would vanish; here X is a number,
+              <g, f> / <f, f>. `y_share` is |Y| / |f|.
+              (eq. 15) The mean over all entries is near zero for any gradient, as signs cancel. Whether each
+              entry's own mean over the batches is zero tells `y_bias`, the norm of the mean Y over the root
+              mean square norm of a batch's Y: about 1/sqrt(batches) for noise, 1 if Y is always the same.
+  noise       (eq. 17) |sum of Y| / |sum of f| over the first n batches. `exponent` is the slope of log ratio
+              over log n by least squares: -1/2 is the paper's law.
 
 All of these are functions of inner products between the seven gradients, so per module a 7 x 7 Gram matrix is
 summed up in float64 and no gradient outlives its batch, but for the running sums that eq. 17 needs.
@@ -115,9 +114,7 @@ def analyze_gradients(
 
 
 class GradientTally:
-    """What is kept of the gradients of many batches; made for entries per module, fed with [7, entries] for
-    each.
-    """
+    """Of the gradients of many batches; made for entries per module, fed with [7, entries] for each."""
 
     def __init__(self, entries: Mapping[str, int], device: torch.device | str = "cpu") -> None:
         self._sums = {name: torch.zeros(len(ROWS), count, device=device) for name, count in entries.items()}
@@ -179,11 +176,7 @@ class GradientTally:
         }
         n = sorted(sums)
         ratio = [(_y_square(sums[count], row, x) / float(sums[count][0, 0])) ** 0.5 for count in n]
-        noise = {
-            "n": n,
-            "ratio": ratio,
-            "exponent": _slope(n, ratio),
-        }
+        noise = {"n": n, "ratio": ratio, "exponent": _slope(n, ratio)}
         return fit, noise
 
     def _gram_of_sums(self) -> torch.Tensor:
@@ -226,7 +219,7 @@ def _y_square(gram: torch.Tensor, row: int, x: float) -> float:
 
 
 def _slope(n: Sequence[int], ratio: Sequence[float]) -> float | None:
-    """The power of n that the ratio follows, by least squares of logarithms; None with fewer than two points."""
+    """The power of n that the ratio follows, by least squares of logarithms; None with less than two."""
     points = [(math.log(count), math.log(value)) for count, value in zip(n, ratio, strict=True) if value]
     return linear_regression(*zip(*points, strict=True)).slope if len(points) > 1 else None
 
@@ -239,9 +232,7 @@ def _number(value: float) -> float | None:
 def _switched(
     model: Any, packed: Sequence[str], group_size: int, reconstruction: Reconstruction
 ) -> Iterator[Callable[[Precision | None], None]]:
-    """Yield a function that puts the weights of a precision, or the original ones, into the model; it ends
-    with these.
-    """
+    """Yield a function that puts weights of a precision, or the originals, into the model, as at the end."""
     weights = {name: model.get_parameter(name).detach() for name in packed}
     originals = {name: weight.clone() for name, weight in weights.items()}
     rows = {

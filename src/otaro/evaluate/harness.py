@@ -1,5 +1,4 @@
-"""Zero-shot accuracy through lm-evaluation-harness: its tasks and its scoring, our models, data from the Hub
-or from files.
+"""Zero-shot accuracy by lm-evaluation-harness: its tasks and scoring, our models, data from Hub or files.
 
 A task keeps its own wording and metrics; only where its rows come from may be changed, and it is always run
 without examples in the prompt. Of the metrics a task reports one is kept: `acc_norm` (answers compared by
@@ -177,9 +176,7 @@ def _manager_of(folders: frozenset[str] | None) -> Any:
 
 
 def _expanded(manager: Any, names: Sequence[str]) -> list[str]:
-    """Each name once, and the tasks of a tag in its place; an unknown name is refused, with what may have
-    been meant.
-    """
+    """Each name once, the tasks of a tag in its place; an unknown one is refused, with what may be meant."""
     known = set(manager.all_tasks)
     found: list[str] = []
     for name in names:

@@ -28,9 +28,7 @@ class Solution:
 
 
 class Knapsack:
-    """Items whose option `n` costs `n` times their size and loses `losses[n]`; solved once for all
-    capacities.
-    """
+    """Items whose option `n` costs `n` times their size and loses `losses[n]`; solved for all capacities."""
 
     def __init__(self, sizes: Sequence[int], losses: Sequence[Sequence[float]]) -> None:
         self._sizes = list(sizes)

@@ -22,9 +22,7 @@ from otaro.export.run import export
 from otaro.file.io import NestedDirectory
 
 KINDS = {"E5M8": "F16", "E5M7": "Q8_0", "E5M4": "Q5_0", "E5M3": "Q4_0"}
-"""The type of GGUF with the same number of bits as a precision, give or take its scales; for the finest,
-plain float16.
-"""
+"""The type of GGUF with as many bits as a precision, but for its scales; for the finest plain float16."""
 
 
 def gguf_file(nested: NestedDirectory, kind: str, folder: Path) -> Path:
@@ -40,7 +38,7 @@ def gguf_file(nested: NestedDirectory, kind: str, folder: Path) -> Path:
 
 
 class LlamaCpp(Engine):
-    """A GGUF file, run by llama.cpp on `threads` threads with room for `positions` tokens of each sequence."""
+    """A GGUF file, run by llama.cpp on `threads` threads, with `positions` tokens for each sequence."""
 
     def __init__(self, path: Path, *, threads: int, positions: int, sequences: int = 1) -> None:
         self._lib = library()

@@ -2,9 +2,9 @@
 
 A record names the model it is about and lists measurements, `entries`, of three kinds:
 
-    perplexity   of a text, by the sliding window
-    divergence   from a reference precision on a text: KL divergence, and how often the likeliest token is the same
-    task         accuracy on a task of lm-evaluation-harness
+    perplexity  of a text, by the sliding window
+    divergence  from a reference precision on a text: by KL, and how often the likeliest token is the same
+    task        accuracy on a task of lm-evaluation-harness
 
 An entry is *identified* by its kind, its precision, how weights became codes, the device and what was asked
 (`IDENTITY`); measuring the same again replaces it. The rest is the outcome, and under which circumstances it
@@ -119,9 +119,7 @@ class Quality:
 
 
 def read_quality(directory: Path, model: str | None = None) -> Quality | None:
-    """The record in a directory, or None where there is none; one that is damaged, or not about `model`, is
-    refused.
-    """
+    """The record in a directory, None where there is none; refused if damaged or not about `model`."""
     path = directory / QUALITY_FILE
     if not path.is_file():
         return None
@@ -153,12 +151,10 @@ def is_share(metric: str) -> bool:
 
 
 def averages(entries: Iterable[Entry]) -> list[Entry]:
-    """Averages over tasks at one limit on one device, as entries of their own, for what was measured on all
-    of these.
+    """Averages over tasks at one limit on one device, as entries, for what was measured on all of these.
 
-    Where the paper's eight are among the tasks, the average is over these and called zeroshot8, whatever else
-    was measured. None of less than two tasks, or of scores that are no shares. Samples are independent, so
-    errors add up by their squares.
+    Where the paper's eight are among the tasks, the average is over these and called zeroshot8. None is of
+    less than two tasks, or of scores that are no shares. Errors of independent samples add by their squares.
     """
     alike: dict[tuple[int | None, str], dict[tuple[Any, ...], dict[tuple[str, str | None], Entry]]] = {}
     for entry in entries:
@@ -191,9 +187,7 @@ def averages(entries: Iterable[Entry]) -> list[Entry]:
 
 
 class Record:
-    """The record of a model while it is evaluated, kept in a directory; with None for a directory, in memory
-    only.
-    """
+    """The record of a model while it is evaluated, kept in a directory; with None, in memory only."""
 
     def __init__(self, model: str, directory: Path | None) -> None:
         self._model, self._directory, self._quality = model, directory, Quality(model)
@@ -209,7 +203,7 @@ class Record:
         return self._quality.find(wanted)
 
     def add(self, entry: Entry) -> None:
-        """Keep a measurement, on disk before this returns; what another process added in the meantime stays."""
+        """Keep a measurement, on disk before this returns; what another process added meanwhile stays."""
 
         def updated() -> str:
             self._quality = self._read().including(entry)

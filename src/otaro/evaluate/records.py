@@ -1,5 +1,4 @@
-"""The files that measuring leaves and reads again: what each of their fields may be, in one place, for
-pydantic to check.
+"""The files that measuring leaves and reads again: what each of their fields may be, for pydantic to check.
 
 Files travel with models and runs and so come from strangers. `check` looks at all of one and changes nothing
 of it: numbers stay as they were written. Fields that are not named here are let through in what a run leaves,
@@ -40,9 +39,7 @@ _LARGEST_ERROR = 1e30  # squared and summed: weights are below 2^16
 
 
 def check(kind: Any, stored: object) -> Any:
-    """What is stored, if it is such a record; else a ValueError that names the first field that is not as it
-    should be.
-    """
+    """What is stored, if it is such a record; else a ValueError that names the first wrong field."""
     try:
         _adapter(kind).validate_python(stored, strict=True)
     except ValidationError as error:

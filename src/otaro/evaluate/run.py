@@ -1,5 +1,4 @@
-"""One evaluation: what is to be measured, what of it is in the record already, and the rest, one measurement
-at a time.
+"""One evaluation: what is to be measured, what of it is in the record already, and the rest, one by one.
 
 Every measurement is an entry of the quality record (`evaluate.quality`), kept as soon as it is made. So an
 evaluation that was interrupted goes on where it stopped, and one that was finished measures nothing.
@@ -106,8 +105,7 @@ class Evaluation:
         again: bool = False,
         progress: Progress = lambda what, done, total: None,
     ) -> list[Entry]:
-        """The entries of `plan` with their outcomes; those not found in the record are measured and kept in
-        it one by one.
+        """The entries of `plan` with their outcomes; those not in the record are measured, kept one by one.
 
         `progress` gets what is being measured, after the first window with how long all readings will take,
         and how much is done: of the tokens of all readings, or of a task's requests. A measurement that does

@@ -1,5 +1,4 @@
-"""What `otaro report` is given, read and checked: the run folders of `otaro tune`, and models that carry
-their measurements.
+"""What `otaro report` is given, read and checked: run folders of `otaro tune`, and measured models.
 
 A run folder holds config.json, log.jsonl and perplexity.json of the tuning, and two forms of the tuned model,
 `nested` and `model`, each perhaps with a quality.json that `otaro eval` wrote. A model directory, nested or
@@ -77,9 +76,7 @@ class Run:
     quality: list[Entry]
     """Entries of quality.json."""
     coding: Coding | None
-    """How weights become codes: as in the nested file, else as the checkpoint was tuned, else as it was
-    measured first.
-    """
+    """As in the nested file, else as the checkpoint was tuned, else as it was measured first."""
     gradients: dict[str, Any] | None
     checkpoint: Path | None
     """The directory of the model as an ordinary checkpoint, or where tuning would put it."""
@@ -128,8 +125,7 @@ class Run:
 
 
 def read_runs(paths: Sequence[Path], progress: Progress = lambda what, done, total: None) -> list[Run]:
-    """Read every folder. A run is called after its folder, or by its whole path where two folders are called
-    the same.
+    """Read every folder. A run has its folder's name, or its whole path where two would be called the same.
 
     `progress` gets a run's name, and the weights looked at and in total.
     """
@@ -256,9 +252,7 @@ def _read_held_out(path: Path) -> tuple[dict[Stage, dict[str, float]], int | Non
 
 
 def read_log(path: Path) -> list[Step]:
-    """The steps of log.jsonl; none if there is no file. Lines about the end, of what was left over or
-    averaged, are none.
-    """
+    """The steps of log.jsonl; none without the file. Lines about its end, leftovers or averages, are none."""
     text, steps = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "", []
     for number, line in enumerate(text.splitlines(), 1):
         try:

@@ -1,5 +1,4 @@
-"""How fast a nested model runs at each precision, what bounds it, and how others do on the same weights:
-`otaro bench`.
+"""`otaro bench`: how fast a nested model runs at each precision, what bounds it, and how others do.
 
 Every contender reads the same tokens, drawn at random with a fixed seed, and takes turns with the others: a
 round is one turn of each, so a machine that slows down for a while slows down for all. A turn times the
@@ -85,9 +84,7 @@ class Settings:
         return max(self.prompt_tokens, self.context) * prompt_token + self.tokens * token
 
     def within(self, budget: float, prompt_token: float, token: float, contenders: int) -> Settings:
-        """These settings, or fewer rounds and then fewer tokens, so that all turns together take no longer
-        than `budget`.
-        """
+        """These settings, or fewer rounds, then fewer tokens, so that all turns fit into `budget` seconds."""
         turns = contenders * self.seconds(prompt_token, token)
         rounds = min(self.rounds, max(1, int(budget / turns) - 1))  # and one that warms up
         share = min(1.0, budget / (turns * (1 + rounds)))
@@ -121,7 +118,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class PrecisionSpeed:
-    """All that is measured of one precision; sizes in bytes, speeds in tokens per second, times in seconds."""
+    """All that is measured of one precision: bytes, tokens per second, seconds."""
 
     precision: str
     prefill: float
@@ -135,9 +132,7 @@ class PrecisionSpeed:
     bandwidth_share: float
     """Of a plain read of memory."""
     resident_bytes: int | None
-    """Growth of memory, on a GPU of the GPU's, since before the model was opened; None where the system does
-    not tell.
-    """
+    """Growth of memory (a GPU's) since before the model was opened; None where the system tells none."""
     file_bytes: int
     kv_cache_bytes: int
     """Held at the end of a turn, when memory is looked at."""
@@ -187,9 +182,7 @@ def bench(
     hub: Hub = HUB,
     progress: Progress = lambda what, done, total: None,
 ) -> Bench:
-    """Measure a nested model at some precisions (by default at all that its directory has), beside other
-    engines if asked.
-    """
+    """Measure a nested model at some precisions, by default all, beside other engines if asked."""
     place, nested, chosen = open_at(directory, precisions, device, hub, with_llama)
     on_gpu = place.kind == "cuda"
     kinds = [KINDS[str(p)] for p in chosen if with_llama and str(p) in KINDS]
@@ -288,8 +281,7 @@ def open_at(
     hub: Hub,
     with_llama: bool = False,
 ) -> tuple[Cpu, NestedDirectory, list[Precision | Fit]]:
-    """Where it runs, a nested model, and the precisions and fits that are named, by default all precisions,
-    the largest first.
+    """Where it runs, a nested model, and what is named of it, by default all precisions, largest first.
 
     What is missing shows before anything is measured.
     """
@@ -323,11 +315,7 @@ def _tokens_per_second(rounds: Rounds, settings: Settings) -> dict[str, Any]:
 
 
 def _turn(
-    place: Cpu,
-    engine: Engine,
-    ids: list[int],
-    settings: Settings,
-    prepare: Callable[[], object],
+    place: Cpu, engine: Engine, ids: list[int], settings: Settings, prepare: Callable[[], object]
 ) -> tuple[float, float]:
     """Seconds of prefill, and of decode behind the context."""
     prompt, context = settings.prompt_tokens, settings.context
@@ -372,7 +360,7 @@ def _llama(kind: str) -> str:
 
 
 def _neighbours(name: str) -> str:
-    """A key that sorts each precision beside the engine it is compared with, the closer in time the better."""
+    """A key that sorts a precision beside what it is compared with: the closer in time the better."""
     return {_llama(kind): f"{precision} then {kind}" for precision, kind in KINDS.items()}.get(name, name)
 
 

@@ -48,7 +48,7 @@ _READ_SIZE = 1 << 22
 
 
 def parse_precisions(text: str) -> list[str] | None:
-    """`fp,E5M8,E5M3` as names, full precision first and then from fine to coarse, fits last; None for `all`."""
+    """`fp,E5M8,E5M3` as names, full precision first, then from fine to coarse, then fits; None for `all`."""
     names = [name.strip() for name in text.split(",")]
     if names == [ALL]:
         return None
@@ -155,9 +155,7 @@ class Subject:
 
     @cached_property
     def identity(self) -> str:
-        """What a quality record knows the model by: a nested model's identity, or the SHA-256 of a
-        checkpoint's files.
-        """
+        """What a record knows it by: a nested model's identity, or the SHA-256 of a checkpoint's files."""
         if self.is_nested:
             return NestedDirectory(self.path).base.header.model
         digest = hashlib.sha256()
@@ -174,9 +172,7 @@ class Subject:
         return load_tokenizer(self.path)
 
     def at(self, precision: str, progress: Progress = lambda what, done, total: None) -> Any:
-        """An ordinary model with the weights of this precision, until the next call; `progress` is that of
-        packing.
-        """
+        """An ordinary model at this precision, until the next call; `progress` is that of packing."""
         if precision == FULL and self.original is not None:
             return self.original.at(FULL)
         if precision == FULL:

@@ -53,8 +53,7 @@ class Text:
 
 
 def read_text(source: str) -> Text:
-    """Read a text file (UTF-8, perhaps .gz), or the `text` of a Hub data set: owner/name,
-    owner/name/config:split.
+    """Read a text file (UTF-8, perhaps .gz), or the `text` of a Hub data set: owner/name[/config][:split].
 
     Rows of a data set are joined by blank lines, as the transformers documentation does; the split is `test`
     unless given. So are the rows of a .jsonl, .json or .parquet file, which must have a `text`: markup is no
@@ -113,9 +112,7 @@ def _parquet_rows(path: Path, raw: bytes) -> list[Any]:
 
 
 def _joined(path: Path, rows: list[Any]) -> str:
-    """The texts of the rows, joined by blank lines; rows without one are refused, for what else they have is
-    no text.
-    """
+    """The texts of the rows, joined by blank lines; rows without one are refused: all else is no text."""
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise TextError(f"--text {path}: row {number} is no object with a `text`")

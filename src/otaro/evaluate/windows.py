@@ -30,9 +30,7 @@ KV_NAMES = (FLOAT16, *map(str, PRECISIONS))
 
 
 def choose_window(config: Any, wanted: int | None = None) -> int:
-    """The window to use with the model of this config: the one wanted, or as many positions as it has, up to
-    2048.
-    """
+    """The window for the model of this config: the one wanted, or all its positions, up to 2048."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if wanted is None:
         return min(positions or LONGEST_WINDOW, LONGEST_WINDOW)
@@ -135,9 +133,7 @@ Slices = Iterator[tuple[torch.Tensor | None, torch.Tensor | None]]
 
 
 class ModelReader:
-    """Reads by a transformers model; a head works best on many positions, and comparing takes the memory of
-    several.
-    """
+    """Reads by a transformers model; a head works best on many positions, but comparing takes much memory."""
 
     def __init__(self, model: Any, *, comparing: bool = True) -> None:
         self.sliced = SlicedModel(model)
@@ -181,9 +177,7 @@ Reader = ModelReader | KvReader
 def read(
     reader: Reader, windows: Windows, meters: Sequence[Meter], progress: Count, *, with_logits: bool = True
 ) -> float:
-    """Show every window to every meter; returns the seconds that reading took, without the meters that stand
-    aside.
-    """
+    """Show every window to every meter; returns seconds of reading, without the meters that stand aside."""
     started, aside = time.perf_counter(), 0.0
     for window in windows:
         first = 0
