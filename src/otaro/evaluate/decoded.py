@@ -104,12 +104,9 @@ def _ordinary(nested: Any, dtype: torch.dtype | None) -> Any:
     kind: Any = next(kind for kind in type(nested).__mro__ if not issubclass(kind, Generates))
     with torch.device("meta"):
         model = kind(config)
-    own = {
-        name: tensor if dtype is None else tensor.to(dtype) for name, tensor in nested.state_dict().items()
-    }
+    own = {name: tensor.to(dtype or tensor.dtype) for name, tensor in nested.state_dict().items()}
     model.load_state_dict(own, assign=True, strict=False)
-    # Buffers that no checkpoint holds, such as the frequencies of rotary embeddings, keep their type: angles
-    # stay precise.
+    # Buffers that no checkpoint holds, such as rotary frequencies, keep their type: angles stay precise.
     there = dict(nested.named_buffers())
     for name, _ in list(model.named_buffers()):
         if name in there:

@@ -111,17 +111,9 @@ class _Loop(Loop):
         super().__init__(decoder, cache, Chunks(1, exact=True))
 
     def run(self, ids: list[int]) -> None:
-        self._ids, ahead = ids, bool(self.decoder.ahead)
-        self._running = [
-            Row(
-                ids=ids[:1],
-                prompt=0,
-                limit=len(ids) + 1,
-                argmax=ahead,
-                sampler=Sampler((), False),
-                slot=Slot(0),
-            )
-        ]
+        self._ids, ahead, plain = ids, bool(self.decoder.ahead), Sampler((), False)
+        row = Row(ids=ids[:1], prompt=0, limit=len(ids) + 1, argmax=ahead, sampler=plain, slot=Slot(0))
+        self._running = [row]
         while self.step():
             pass
 
@@ -151,12 +143,8 @@ class Forward(Engine):
     @torch.inference_mode()
     def feed(self, ids: list[int]) -> None:
         """Read tokens."""
-        self._model(
-            torch.tensor([ids], device=self._model.device),
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        inputs = torch.tensor([ids], device=self._model.device)
+        self._model(inputs, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
 
     def keep(self, length: int) -> None:
         """Forget later tokens."""

@@ -68,19 +68,14 @@ def analyze_gradients(
     left as it was. Only modules whose name matches the pattern `modules` are looked at, though all are
     quantized. `progress` gets backward passes done and in total.
     """
-    chosen = {
-        name: model.get_parameter(name)
-        for name in packed
-        if fnmatchcase(name.removesuffix(".weight"), modules)
-    }
-    if not chosen:
-        raise OtaroError(
-            f"no packed module matches {modules!r}; names look like {packed[0].removesuffix('.weight')!r}"
-        )
-    tally = GradientTally(
-        {name: weight.numel() for name, weight in chosen.items()}, next(iter(chosen.values())).device
-    )
-    gradients = {name: weight.new_empty(len(ROWS), weight.numel()) for name, weight in chosen.items()}
+    matching = [name for name in packed if fnmatchcase(name.removesuffix(".weight"), modules)]
+    if not matching:
+        like = packed[0].removesuffix(".weight")
+        raise OtaroError(f"no packed module matches {modules!r}; names look like {like!r}")
+    chosen = {name: model.get_parameter(name) for name in matching}
+    entries = {name: weight.numel() for name, weight in chosen.items()}
+    tally = GradientTally(entries, chosen[matching[0]].device)
+    gradients = {name: weight.new_empty(len(ROWS), entries[name]) for name, weight in chosen.items()}
     losses = torch.zeros(len(ROWS), dtype=torch.float64)
     with _only_trainable(model, chosen), _switched(model, packed, group_size, reconstruction) as switch:
         for number, batch in enumerate(batches):
@@ -91,15 +86,13 @@ def analyze_gradients(
                 switch(precision)
                 loss = model(**inputs, use_cache=False).loss
                 if not math.isfinite(value := float(loss.detach())):
-                    raise OtaroError(
-                        f"the loss of batch {number + 1} at {at} is {value}; gradients of it mean nothing"
-                    )
+                    odd = f"the loss of batch {number + 1} at {at} is {value}"
+                    raise OtaroError(f"{odd}; gradients of it mean nothing")
                 losses[row] += value / len(batches)
                 loss.backward()
                 for name, weight in chosen.items():
                     # an expert may go unused
-                    found = torch.zeros_like(weight) if weight.grad is None else weight.grad
-                    gradients[name][row] = found.flatten()
+                    gradients[name][row] = 0 if weight.grad is None else weight.grad.flatten()
                     weight.grad = None
             tally.add(gradients)
     names = [str(precision or FULL) for precision in ROWS]
@@ -133,10 +126,8 @@ class GradientTally:
             self._sums[name] += rows
             norms += gram.diagonal()
         if not norms[0]:
-            raise OtaroError(
-                f"the gradient of batch {len(self._norms) + 1} is zero at full precision; there is nothing "
-                "to compare"
-            )
+            zero = f"the gradient of batch {len(self._norms) + 1} is zero at full precision"
+            raise OtaroError(f"{zero}; there is nothing to compare")
         self._norms.append(norms.sqrt())
         batches = len(self._norms)
         if batches.bit_count() == 1:  # a power of two
@@ -148,18 +139,18 @@ class GradientTally:
         self._grams_of_sums[batches] = self._gram_of_sums()
         gram = torch.stack(list(self._grams.values())).sum(0)
         norms = torch.stack(self._norms)
-        fits, noise = {}, {}
-        for row, precision in enumerate(PRECISIONS, 1):
-            fits[str(precision)], noise[str(precision)] = self._fit(gram, row)
+        names = list(map(str, PRECISIONS))
+        fits, noise, errors = {}, {}, {}
+        for row, name in enumerate(names, 1):
+            fits[name], noise[name] = self._fit(gram, row)
+            errors[name] = (norms[:, row] / norms[:, 0] - 1).tolist()
         together = _similarities(gram)
         return {
-            "precisions": [str(precision) for precision in PRECISIONS],
+            "precisions": names,
             "modules": [{**place(name), **_similarities(found)} for name, found in self._grams.items()],
             "overall": together["matrix"],
             "to_fp": together["to_fp"],
-            "norm_error": {
-                str(p): (norms[:, row] / norms[:, 0] - 1).tolist() for row, p in enumerate(PRECISIONS, 1)
-            },
+            "norm_error": errors,
             "fit": fits,
             "noise": noise,
         }
@@ -176,8 +167,7 @@ class GradientTally:
         }
         n = sorted(sums)
         ratio = [(_y_square(sums[count], row, x) / float(sums[count][0, 0])) ** 0.5 for count in n]
-        noise = {"n": n, "ratio": ratio, "exponent": _slope(n, ratio)}
-        return fit, noise
+        return fit, {"n": n, "ratio": ratio, "exponent": _slope(n, ratio)}
 
     def _gram_of_sums(self) -> torch.Tensor:
         return torch.stack([_gram(rows) for rows in self._sums.values()]).sum(0)
@@ -234,24 +224,17 @@ def _switched(
 ) -> Iterator[Callable[[Precision | None], None]]:
     """Yield a function that puts weights of a precision, or the originals, into the model, as at the end."""
     weights = {name: model.get_parameter(name).detach() for name in packed}
-    originals = {name: weight.clone() for name, weight in weights.items()}
-    rows = {
-        one.name: weights[one.name].T
-        for one in packable(model)
-        if one.kind is Kind.CONV1D and one.name in weights
-    }
-    rows = weights | rows  # the same memory, seen as it is packed
+    turned = [one.name for one in packable(model) if one.kind is Kind.CONV1D and one.name in weights]
+    rows = weights | {name: weights[name].T for name in turned}  # the same memory, seen as it is packed
+    originals = {name: weight.clone() for name, weight in rows.items()}
     codes = {
         name: encode(weight.contiguous(), group_size, reconstruction, name=name)
         for name, weight in rows.items()
     }
 
     def switch(precision: Precision | None) -> None:
-        for name, weight in weights.items():
-            if precision is None:
-                weight.copy_(originals[name])
-            else:
-                rows[name].copy_(codes[name].decode(precision))
+        for name, row in rows.items():
+            row.copy_(originals[name] if precision is None else codes[name].decode(precision))
 
     try:
         yield switch

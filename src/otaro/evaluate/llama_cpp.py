@@ -31,9 +31,8 @@ def gguf_file(nested: NestedDirectory, kind: str, folder: Path) -> Path:
     report = export(nested.path, path, precision=nested.finest, to="gguf", type=kind)
     if report.types.keys() - {kind, "F32"}:  # export takes float16 there, which would be another contender
         path.unlink()
-        raise OtaroError(
-            f"{kind} needs rows of a multiple of 32 weights, and this model has others; leave llama.cpp out"
-        )
+        rows = "rows of a multiple of 32 weights, and this model has others"
+        raise OtaroError(f"{kind} needs {rows}; leave llama.cpp out")
     return path
 
 
@@ -72,9 +71,8 @@ class LlamaCpp(Engine):
 
     def _logits(self, number: int) -> np.ndarray[Any, Any]:
         count = self._lib.llama_vocab_n_tokens(self._lib.llama_model_get_vocab(self._model))
-        found: np.ndarray[Any, Any] = np.ctypeslib.as_array(
-            self._lib.llama_get_logits_ith(self._context, number), (count,)
-        )
+        logits = self._lib.llama_get_logits_ith(self._context, number)
+        found: np.ndarray[Any, Any] = np.ctypeslib.as_array(logits, (count,))
         return found
 
     def close(self) -> None:
@@ -107,12 +105,8 @@ class LlamaBatch(LlamaCpp):
         try:
             batch.n_tokens = count
             for i, (token, position, sequence) in enumerate(zip(ids, positions, sequences, strict=True)):
-                batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = (
-                    token,
-                    position,
-                    1,
-                    sequence,
-                )
+                batch.token[i], batch.pos[i] = token, position
+                batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
                 batch.logits[i] = i >= count - wanted
             if status := self._lib.llama_decode(self._context, batch):
                 raise OtaroError(f"llama.cpp stopped with status {status}")

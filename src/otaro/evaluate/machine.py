@@ -130,11 +130,7 @@ def cpu_name() -> str:
 
 
 def in_turns(
-    turns: Mapping[Key, Callable[[], Result]],
-    rounds: int,
-    say: Callable[[Key], object],
-    *,
-    warm: bool = False,
+    turns: Mapping[Key, Callable[[], Result]], rounds: int, say: Callable[[Key], object], warm: bool = False
 ) -> dict[Key, list[Result]]:
     """What turns gave, by round: one turn of each. Unless all are `warm`, a first round does not count."""
     found: dict[Key, list[Result]] = {key: [] for key in turns}

@@ -40,8 +40,7 @@ NAMES = PRECISION_NAMES
 METHOD_OF = {"best": "uniform", "paper": "otaro"}  # of the recipes
 FULL_PASS = (
     "a pass in full precision beside the one at its own, which keeps the fine precisions where tuning as "
-    "usual has them: they "
-    "need no steps of their own"
+    "usual has them: they need no steps of their own"
 )
 BENCH_SETTINGS = tuple(records.BenchSettings.__annotations__)
 _FLAGS = {"exploration": "lambda"}  # where an option's flag is not its name
@@ -93,34 +92,20 @@ class Run:
         assert self.tuning is not None
         count = self.tuning.get("processes", 1)
         words = ["torchrun", "--nproc_per_node", str(count), "-m", "otaro"] if count > 1 else ["otaro"]
-        words += [
-            "tune",
-            str(self.tuning["model"]),
-            "--data",
-            str(self.tuning["data"]),
-            "--out",
-            str(self.path),
-        ]
+        model, data = str(self.tuning["model"]), str(self.tuning["data"])
+        words += ["tune", model, "--data", data, "--out", str(self.path)]
         said = {"revision": self.tuning.get("revision"), **self.tuning["options"], **self.tuning["training"]}
         # its own share in full precision, which a named method would take away
         of_recipe = said.get("full", 0.0) is None
         for name, value in said.items():
             if of_recipe and name == "calibrate" and value is False:
                 words.append("--no-calibrate")  # which the recipe does
-            untold = of_recipe and name == "method"
-            if (
-                untold
-                or value is None
-                or value is False
-                or (name == "epochs" and self.tuning["training"].get("steps"))
-            ):
+            untold = (of_recipe and name == "method") or (name == "epochs" and said.get("steps"))
+            if untold or value is None or value is False:
                 continue
-            flag = "--" + _FLAGS.get(name, name).replace("_", "-")
-            words += (
-                [flag]
-                if value is True
-                else [flag, ",".join(map(str, value)) if isinstance(value, list) else str(value)]
-            )
+            words.append("--" + _FLAGS.get(name, name).replace("_", "-"))
+            if value is not True:
+                words.append(",".join(map(str, value)) if isinstance(value, list) else str(value))
         return shlex.join(words)
 
 
@@ -133,17 +118,14 @@ def read_runs(paths: Sequence[Path], progress: Progress = lambda what, done, tot
         raise OtaroError("the same run is given twice")
     # a name may not be that of the shared baseline
     short = [BEFORE, *(path.resolve().name for path in paths)]
-    return [
-        _read(path, name if short.count(name) == 1 else str(path), progress)
-        for path, name in zip(paths, short[1:], strict=True)
-    ]  # fmt: skip
+    named = zip(paths, short[1:], strict=True)
+    return [_read(path, name if short.count(name) == 1 else str(path), progress) for path, name in named]
 
 
 def _read(path: Path, name: str, progress: Progress) -> Run:
     if not path.is_dir():
-        raise OtaroError(
-            f"{path} is not a directory; give a run folder of `otaro tune`, or a model's directory"
-        )
+        wanted = "a run folder of `otaro tune`, or a model's directory"
+        raise OtaroError(f"{path} is not a directory; give {wanted}")
     if (path / "log.jsonl").is_file() or (path / "perplexity.json").is_file():
         tuning, models = read_tuning(path / "config.json"), [path / "nested", path / "model"]
     elif (path / "config.json").is_file() or (path / QUALITY_FILE).is_file():

@@ -51,6 +51,9 @@ from otaro.runtime.load import load
 from otaro.runtime.precision import set_precision
 from otaro.sefp.precision import PRECISIONS, Precision
 
+Named = Sequence[str | Precision] | None
+"""Precisions and fits that are asked for; None for all precisions."""
+
 TRANSFORMERS = "transformers"
 PLAIN = "plain access to memory"
 DECODE_PATH = "decode path"
@@ -88,12 +91,11 @@ class Settings:
         turns = contenders * self.seconds(prompt_token, token)
         rounds = min(self.rounds, max(1, int(budget / turns) - 1))  # and one that warms up
         share = min(1.0, budget / (turns * (1 + rounds)))
+        prompt, context, tokens = (
+            int(count * share) for count in (self.prompt_tokens, self.context, self.tokens)
+        )
         return replace(
-            self,
-            rounds=rounds,
-            prompt_tokens=max(1, int(self.prompt_tokens * share)),
-            context=int(self.context * share),
-            tokens=max(1, int(self.tokens * share)),
+            self, rounds=rounds, prompt_tokens=max(1, prompt), context=context, tokens=max(1, tokens)
         )
 
 
@@ -174,7 +176,7 @@ class Bench(Measured):
 def bench(
     directory: str,
     settings: Settings,
-    precisions: Sequence[str | Precision] | None = None,
+    precisions: Named = None,
     *,
     device: str = "cpu",
     with_transformers: bool = False,
@@ -229,9 +231,8 @@ def bench(
             add(_llama(kind), engine)
         read, moved = place.plain_access(READ_BYTES)
         read()
-        order = {name: turns[name] for name in sorted(turns, key=_neighbours)} | {
-            PLAIN: lambda: (0.0, place.seconds(read))
-        }
+        order = {name: turns[name] for name in sorted(turns, key=_neighbours)}
+        order[PLAIN] = lambda: (0.0, place.seconds(read))
         timed = in_turns(order, settings.rounds, say, warm=True)
         progress("", total, total)
         rounds = {name: Rounds(*map(list, zip(*found, strict=True))) for name, found in timed.items()}
@@ -240,7 +241,7 @@ def bench(
         rows = []
         kv_bytes = round(ours.kv_bytes_per_token * (settings.context + (settings.tokens + 1) / 2))
         for precision in chosen:
-            row = _tokens_per_second(rounds[str(precision)], settings)
+            row = _speeds(rounds[str(precision)], settings)
             weight_bytes = weight_bytes_per_token(model, precision)
             bandwidth = (weight_bytes + kv_bytes) * row["decode"]
             rows.append(
@@ -266,20 +267,15 @@ def bench(
             graph_bytes=ours.graph_bytes,
             precisions=rows,
             others=[
-                Contender(name, size, **_tokens_per_second(rounds[name], settings))
-                for name, size in others.items()
+                Contender(name, size, **_speeds(rounds[name], settings)) for name, size in others.items()
             ],
-            ratios=_ratios(rounds, [str(p) for p in chosen], others),
+            ratios=_ratios(rounds, [str(p) for p in chosen]),
             cut_from=asked if settings != asked else None,
         )
 
 
 def open_at(
-    directory: str,
-    precisions: Sequence[str | Precision] | None,
-    device: str,
-    hub: Hub,
-    with_llama: bool = False,
+    directory: str, precisions: Named, device: str, hub: Hub, with_llama: bool = False
 ) -> tuple[Cpu, NestedDirectory, list[Precision | Fit]]:
     """Where it runs, a nested model, and what is named of it, by default all precisions, largest first.
 
@@ -300,16 +296,13 @@ def open_at(
 def _token_seconds(place: Cpu, engine: Engine, ids: list[int]) -> tuple[float, float]:
     """About how long a token of a prompt takes, and one that is decoded."""
     few = ids[:_TRIED]
-    engine.keep(0)
     engine.feed(few)  # weights are read in
     engine.keep(0)
     prompt = place.seconds(lambda: engine.feed(few)) / len(few)
-    token = place.seconds(lambda: engine.feed(few[:1]))
-    engine.keep(0)
-    return prompt, token
+    return prompt, place.seconds(lambda: engine.feed(few[:1]))
 
 
-def _tokens_per_second(rounds: Rounds, settings: Settings) -> dict[str, Any]:
+def _speeds(rounds: Rounds, settings: Settings) -> dict[str, Any]:
     prefill, decode = settings.prompt_tokens / median(rounds.prefill), settings.tokens / median(rounds.decode)
     return {"prefill": prefill, "decode": decode, "rounds": rounds}
 
@@ -339,15 +332,11 @@ def switch_times(model: Any, precisions: Sequence[Precision | Fit]) -> dict[Prec
     return {precision: median(mine) for precision, mine in times.items()}
 
 
-def _ratios(
-    rounds: Mapping[str, Rounds], precisions: Sequence[str], others: Mapping[str, int]
-) -> list[Ratio]:
-    pairs = [(p, _llama(KINDS[p])) for p in precisions if p in KINDS] + [
-        (p, TRANSFORMERS) for p in precisions
-    ]
+def _ratios(rounds: Mapping[str, Rounds], precisions: Sequence[str]) -> list[Ratio]:
+    pairs = [(p, _llama(KINDS[p])) for p in precisions if p in KINDS]
     ratios = []
-    for precision, other in pairs:
-        if other in others:
+    for precision, other in [*pairs, *((p, TRANSFORMERS) for p in precisions)]:
+        if other in rounds:
             ours, theirs = rounds[precision], rounds[other]
             prefill = median(b / a for a, b in zip(ours.prefill, theirs.prefill, strict=True))
             decode = median(b / a for a, b in zip(ours.decode, theirs.decode, strict=True))
@@ -393,6 +382,5 @@ def _file_bytes(nested: NestedDirectory, precision: Precision | Fit) -> int:
     """Of shards; at a fit, of what it reads of them."""
     if isinstance(precision, Fit):
         return bytes_of(nested, precision)
-    return sum(
-        (nested.path / shard_name(plane)).stat().st_size for plane in range(BASE, precision.mantissa_bits + 1)
-    )
+    planes = range(BASE, precision.mantissa_bits + 1)
+    return sum((nested.path / shard_name(plane)).stat().st_size for plane in planes)

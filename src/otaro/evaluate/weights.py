@@ -98,11 +98,7 @@ def shares(counts: torch.Tensor) -> dict[str, Any]:
     """The counts as shares; None where there is nothing to take a share of."""
     groups, outliers, weights, square, *rest = counts.tolist()
     names = list(map(str, PRECISIONS))
-    lost, errors = rest[: len(names)], rest[len(names) :]
-    return {
-        "outlier_groups": outliers / groups,
-        "lost": {name: count / weights if weights else None for name, count in zip(names, lost, strict=True)},
-        "error": {
-            name: (one / square) ** 0.5 if square else None for name, one in zip(names, errors, strict=True)
-        },
-    }
+    lost = [count / weights if weights else None for count in rest[: len(names)]]
+    errors = [(one / square) ** 0.5 if square else None for one in rest[len(names) :]]
+    by_name = {"lost": dict(zip(names, lost, strict=True)), "error": dict(zip(names, errors, strict=True))}
+    return {"outlier_groups": outliers / groups, **by_name}
