@@ -23,7 +23,7 @@ import math
 import torch
 
 from otaro.evaluate.logits import KeptStates
-from otaro.evaluate.windows import Found, Window
+from otaro.evaluate.windows import AtPositions, Window
 
 
 class Loss:
@@ -36,7 +36,7 @@ class Loss:
         self._sum = self._weight = 0.0
         self._window_sum, self._window_count = 0.0, 0
 
-    def add(self, window: Window, first: int, states: Found, logits: Found) -> None:
+    def add(self, window: Window, first: int, states: AtPositions, logits: AtPositions) -> None:
         """Score the tokens after these positions, those that are to be scored."""
         assert logits is not None
         last = min(first + len(logits), len(window.ids) - 1)  # nothing follows the last position
@@ -70,7 +70,7 @@ class Divergence:
         self._reference = reference
         self._kl, self._agreed, self.tokens = 0.0, 0, 0
 
-    def add(self, window: Window, first: int, states: Found, logits: Found) -> None:
+    def add(self, window: Window, first: int, states: AtPositions, logits: AtPositions) -> None:
         """Compare these positions."""
         assert logits is not None
         p = self._reference.logits(window.position + first, len(logits), logits.device)

@@ -75,9 +75,9 @@ class _Report:
         title = f"<h1>One model, {_WORDS[len(present)]} precision{'s' * (len(present) > 1)}</h1>"
         tiles = "".join(_tile(name, run, after, before) for name in present)
         commands = [*(after.commands if after else []), *([_inspect(run)] if run.summary else [])]
-        measured = f"Perplexity of {run.name} on {text.what}, lower is better; size" if after else "Size"
+        told = f"Perplexity of {run.name} on {text.what}, lower is better; size" if after else "Size"
         lede = f"<p class=lede>{_lede(run, after, before, series, present)}</p>"
-        caption = f"<div class=caption>{escape(f'{measured}; {BITS}.')} {made_by(commands)}</div>"
+        caption = f"<div class=caption>{escape(f'{told}; {BITS}.')} {made_by(commands)}</div>"
         return f"{title}{lede}<dl class=tiles>{tiles}</dl>{caption}"
 
     # Quality.

@@ -148,6 +148,8 @@ def _read(path: Path, name: str, progress: Progress) -> Run:
                 measured.setdefault(identity(entry), entry)
     quality = list(measured.values())
     homes = dict.fromkeys([path, *models])
+    found_in = (home / "analysis" / "gradients.json" for home in homes)
+    ordinary = path if (path / "config.json").is_file() else None
     held_out, held_out_tokens = _read_held_out(path / "perplexity.json")
     return Run(
         name=BEFORE if name == "before" and tuning is None else name,
@@ -158,14 +160,8 @@ def _read(path: Path, name: str, progress: Progress) -> Run:
         held_out_tokens=held_out_tokens,
         quality=quality,
         coding=coding or _coding_of(models, quality),
-        gradients=_first(
-            read_record(home / "analysis" / "gradients.json", records.Gradients) for home in homes
-        ),
-        checkpoint=path / "model"
-        if tuning is not None
-        else path
-        if (path / "config.json").is_file()
-        else None,
+        gradients=_first(read_record(file, records.Gradients) for file in found_in),
+        checkpoint=ordinary if tuning is None else path / "model",
         nested=nested,
         summary=summarize(directory, partial(progress, name)) if directory else None,
         bench=_first(_read_bench(home / "bench.json") for home in homes),

@@ -91,12 +91,9 @@ class Settings:
         turns = contenders * self.seconds(prompt_token, token)
         rounds = min(self.rounds, max(1, int(budget / turns) - 1))  # and one that warms up
         share = min(1.0, budget / (turns * (1 + rounds)))
-        prompt, context, tokens = (
-            int(count * share) for count in (self.prompt_tokens, self.context, self.tokens)
-        )
-        return replace(
-            self, rounds=rounds, prompt_tokens=max(1, prompt), context=context, tokens=max(1, tokens)
-        )
+        prompt, tokens = (max(1, int(count * share)) for count in (self.prompt_tokens, self.tokens))
+        context = int(self.context * share)
+        return replace(self, rounds=rounds, prompt_tokens=prompt, context=context, tokens=tokens)
 
 
 @dataclass
@@ -237,8 +234,7 @@ def bench(
         progress("", total, total)
         rounds = {name: Rounds(*map(list, zip(*found, strict=True))) for name, found in timed.items()}
         read_bandwidth = moved / median(rounds[PLAIN].decode)
-        switches = switch_times(model, chosen)
-        rows = []
+        switches, rows = switch_times(model, chosen), []
         kv_bytes = round(ours.kv_bytes_per_token * (settings.context + (settings.tokens + 1) / 2))
         for precision in chosen:
             row = _speeds(rounds[str(precision)], settings)

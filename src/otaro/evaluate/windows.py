@@ -50,7 +50,7 @@ def parse_kv(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(exact[name.lower()] for name in names))
 
 
-Found = torch.Tensor | None
+AtPositions = torch.Tensor | None
 """States or logits at some positions; None of what is not asked for."""
 
 
@@ -119,11 +119,11 @@ class Meter(Protocol):
     aside: bool
     """Whether its time is not part of reading the text."""
 
-    def add(self, window: Window, first: int, states: Found, logits: Found) -> None:
+    def add(self, window: Window, first: int, states: AtPositions, logits: AtPositions) -> None:
         """States and logits at the positions of the window from `first` on."""
 
 
-Slices = Iterator[tuple[Found, Found]]
+Slices = Iterator[tuple[AtPositions, AtPositions]]
 """States and logits at the positions of a window, some at a time, in order."""
 
 
