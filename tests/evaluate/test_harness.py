@@ -28,7 +28,7 @@ def tokenizer(tiny):
 
 @pytest.fixture
 def few_tasks(monkeypatch):
-    """The harness as if the paper's eight were all it had: reading its fourteen thousand takes ten seconds."""
+    """The harness as if the paper's eight were all it had: reading all fourteen thousand takes seconds."""
     eight = harness._manager_of(frozenset(PAPER_TASKS.values()))
     monkeypatch.setattr(harness, "_manager_of", lambda folders: eight)
 

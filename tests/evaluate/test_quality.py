@@ -19,17 +19,18 @@ from otaro.evaluate.quality import (
 MODEL, OTHER = "a" * 64, "b" * 64
 MADE = {"command": "otaro eval x", "date": "2026-11-15", "versions": {"otaro": "0.1.0"}, "device": "cpu"}
 CODING = {"group_size": 64, "reconstruction": "midpoint"}
+ON_WIKI = {"text": "wiki", "text_sha256": "c" * 64, "window": 512, "tokens": 1000, "bos": True}
 PERPLEXITY = {
-    "kind": "perplexity", "precision": "E5M4", "text": "wiki", "text_sha256": "c" * 64, "window": 512, "stride": 256,
-    "tokens": 1000, "bos": True, "value": 19.5, "tokens_per_second": 100.0, **CODING, **MADE,
+    "kind": "perplexity", "precision": "E5M4", **ON_WIKI, "stride": 256, "value": 19.5,
+    "tokens_per_second": 100.0, **CODING, **MADE,
 }  # fmt: skip
 DIVERGENCE = {
-    "kind": "divergence", "precision": "E5M4", "text": "wiki", "text_sha256": "c" * 64, "window": 512, "tokens": 1000,
-    "bos": True, "reference": "fp", "kl": 0.1, "agreement": 0.9, **CODING, **MADE,
+    "kind": "divergence", "precision": "E5M4", **ON_WIKI, "reference": "fp", "kl": 0.1, "agreement": 0.9,
+    **CODING, **MADE,
 }  # fmt: skip
 TASK = {
-    "kind": "task", "precision": "fp", "task": "boolq", "limit": None, "data_sha256": None, "metric": "acc", "value": 0.5,
-    "stderr": 0.1, "samples": 20, "truncated": 0, **MADE,
+    "kind": "task", "precision": "fp", "task": "boolq", "limit": None, "data_sha256": None, "metric": "acc",
+    "value": 0.5, "stderr": 0.1, "samples": 20, "truncated": 0, **MADE,
 }  # fmt: skip
 
 
@@ -78,12 +79,13 @@ def test_measuring_again_replaces_and_anything_else_adds():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("value", float("nan")), ("value", -1.0), ("value", "19"), ("value", True), ("value", 10**400), ("value", None),
-        ("tokens", 0), ("tokens", 1.5), ("window", True), ("window", 1 << 70),
-        ("precision", "E5M9"), ("precision", ["E5M4"]), ("kind", "rumour"), ("kind", ["task"]), ("kind", None),
-        ("text", "\x1b[31mred"), ("text", "x" * 5000), ("text", ""), ("text_sha256", "c" * 63), ("text_sha256", None),
-        ("command", "a\nb"), ("date", "yesterday"), ("date", "2026-13-01"), ("versions", {"otaro": 1}), ("versions", []),
-        ("extra", 1), ("reference", "fp"), ("device", None),
+        ("value", float("nan")), ("value", -1.0), ("value", "19"), ("value", True), ("value", 10**400),
+        ("value", None), ("tokens", 0), ("tokens", 1.5), ("window", True), ("window", 1 << 70),
+        ("precision", "E5M9"), ("precision", ["E5M4"]), ("kind", "rumour"), ("kind", ["task"]),
+        ("kind", None), ("text", "\x1b[31mred"), ("text", "x" * 5000), ("text", ""),
+        ("text_sha256", "c" * 63), ("text_sha256", None), ("command", "a\nb"), ("date", "yesterday"),
+        ("date", "2026-13-01"), ("versions", {"otaro": 1}), ("versions", []), ("extra", 1),
+        ("reference", "fp"), ("device", None),
     ],
     ids=lambda value: str(value)[:20].encode("unicode_escape").decode(),
 )  # fmt: skip
@@ -103,8 +105,8 @@ def test_an_entry_that_lacks_a_field_is_refused(tmp_path, field):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"schema": 2}, {"schema": None}, {"model": "me"}, {"model": 7}, {"entries": {}}, {"entries": [7]}, {"entries": [[]]},
-        {"entries": [PERPLEXITY, PERPLEXITY]}, {"more": 1},
+        {"schema": 2}, {"schema": None}, {"model": "me"}, {"model": 7}, {"entries": {}}, {"entries": [7]},
+        {"entries": [[]]}, {"entries": [PERPLEXITY, PERPLEXITY]}, {"more": 1},
     ],
     ids=str,
 )  # fmt: skip
@@ -244,8 +246,8 @@ def test_full_precision_goes_with_every_coding_and_codings_never_with_each_other
 @pytest.mark.parametrize(
     "coding",
     [
-        {"group_size": 33}, {"group_size": True}, {"reconstruction": "\x1b[2J"}, {"reconstruction": None}, {"precision": "fp"},
-        {"reference_model": "abc"},
+        {"group_size": 33}, {"group_size": True}, {"reconstruction": "\x1b[2J"}, {"reconstruction": None},
+        {"precision": "fp"}, {"reference_model": "abc"},
     ],
     ids=str,
 )  # fmt: skip

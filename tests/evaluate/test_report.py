@@ -830,7 +830,9 @@ def test_a_browser_draws_every_figure_and_no_script_fails(full_report, browser):
 
 
 ACTIONS = """
-const wait = setInterval(() => { if (document.documentElement.dataset.drawn) { clearInterval(wait); act(); } }, 50);
+const wait = setInterval(() => {
+  if (document.documentElement.dataset.drawn) { clearInterval(wait); act(); }
+}, 50);
 function act() {
 const told = {};
 const ink = () => getComputedStyle(document.querySelector("svg .role-axis-label text")).fill;

@@ -72,7 +72,9 @@ def with_bos(tiny, tmp_path_factory):
     first = {"SpecialToken": {"id": bos, "type_id": 0}}
     single = [first, {"Sequence": {"id": "A", "type_id": 0}}]
     stated["post_processor"] = {
-        "type": "TemplateProcessing", "single": single, "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
         "special_tokens": {bos: {"id": bos, "ids": [0], "tokens": [bos]}},
     }  # fmt: skip
     (directory / "tokenizer.json").write_text(json.dumps(stated))
@@ -287,7 +289,8 @@ def test_a_killed_evaluation_keeps_what_was_finished(tiny, tmp_path, in_child):
             return real(*arguments, **options) if len(count) < 3 else os.kill(os.getpid(), 9)
         run.read = read
         wanted = run.Wanted(Text("held", {TEXT.content!r}, "held.txt"), 64)
-        run.Evaluation(Subject({str(tiny)!r}), wanted).run(Record("a" * 64, run.Path({str(tmp_path)!r})), {VERSIONS!r})
+        record = Record("a" * 64, run.Path({str(tmp_path)!r}))
+        run.Evaluation(Subject({str(tiny)!r}), wanted).run(record, {VERSIONS!r})
     """)
     assert done.returncode == -9, done.stderr
     assert [entry["precision"] for entry in read_quality(tmp_path).entries] == ["E5M8", "E5M7"]

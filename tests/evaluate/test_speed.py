@@ -139,7 +139,7 @@ def test_a_missing_shard_is_refused_and_the_others_are_measured(tiny, copy_of, s
 
 def test_ratios_are_taken_within_rounds():
     rounds = {"E5M3": Rounds([1, 2, 1], [1, 1, 4]), "llama.cpp Q4_0": Rounds([2, 8, 3], [2, 3, 4])}
-    (ratio,) = speed._ratios(rounds, ["E5M5", "E5M3"], {"llama.cpp Q4_0": 1})
+    (ratio,) = speed._ratios(rounds, ["E5M5", "E5M3"])
     assert (ratio.precision, ratio.prefill, ratio.decode) == ("E5M3", 3, 2)
 
 

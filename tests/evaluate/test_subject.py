@@ -1,4 +1,4 @@
-"""The model under evaluation: the same numbers as packing and loading, and never two sets of decoded weights."""
+"""The model under evaluation: the same numbers as packing and loading; never two sets of decoded weights."""
 
 import shutil
 import tempfile

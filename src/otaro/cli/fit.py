@@ -88,22 +88,22 @@ def show(outcome: Outcome, fitting: Fitting) -> None:
     console.out.print(
         f"[bold]{fit}[/] takes {taken}: of {len(fit.precisions)} tensors {mixture}", highlight=False
     )
+    alone, measured = fit.about["uniform"], fit.about["uniform_measured"]
     _say(
         f"divergence from {fitting.finest} on {outcome.checked_tokens} tokens that were not measured on: "
-        f"{outcome.mixed_measured:.4f} nats, expected {outcome.mixed_predicted:.4f}; {fit.about['uniform']} "
-        "alone: "
-        f"{fit.about['uniform_measured']:.4f}"
+        f"{outcome.mixed_measured:.4f} nats, expected {outcome.mixed_predicted:.4f}; {alone} alone: "
+        f"{measured:.4f}"
     )
     if not outcome.mixed:
-        _say(f"{fit.about['uniform']} for all of them does better there, so that is the fit")
+        _say(f"{alone} for all of them does better there, so that is the fit")
     for note in outcome.notes:
         _say(f"note: {note}")
     headings = ("size", "bits", "fit", "one precision", "")
     table = console.table("Expected divergence by size", *headings, words=0, simple=True)
     for point in outcome.curve:
-        alone = "" if point.uniform_predicted is None else f"{point.uniform_predicted:.4f}"
+        of_one = "" if point.uniform_predicted is None else f"{point.uniform_predicted:.4f}"
         sizes = (console.size(point.bytes), f"{point.bits_per_weight:.3f}")
-        table.add_row(*sizes, f"{point.predicted:.4f}", alone, point.uniform or "")
+        table.add_row(*sizes, f"{point.predicted:.4f}", of_one, point.uniform or "")
     console.out.print(table)
     console.out.print(f"[dim]kept in precisions.json; use it with --precision {fit}[/]", highlight=False)
 

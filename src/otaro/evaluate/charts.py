@@ -1,5 +1,4 @@
-"""Figures as Vega-Lite specifications made with altair: those of the report, and what figures in files share
-with them.
+"""Figures as Vega-Lite specifications made with altair: those of the report, and of files.
 
 Colours are names of CSS variables, such as var(--run-1): the page's style sheet says what they are in the
 light, in the dark and on paper, and a figure follows without being drawn again. A run has the same colour in
@@ -13,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
-from itertools import cycle, islice
+from itertools import combinations, cycle, islice
 from typing import Any, Literal, NamedTuple
 
 from otaro.errors import OtaroError, install
@@ -22,23 +21,19 @@ from otaro.evaluate.run_folder import BEFORE, NAMES, Step, is_finite
 from otaro.sefp.precision import PRECISIONS
 
 BITS = "bits per weight of the whole model"
-"""What bits are counted, everywhere on a page: the bytes at a precision, norms and all, by the number of
-weights.
-"""
+"""What bits are counted, everywhere on a page: all bytes at a precision by the number of weights."""
 RUN_COLOURS = 6  # --run-1 ... --run-6 of the style sheet, then from the first again
 _SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross")
 _LOG_FROM = 4  # a range of perplexities wider than this factor is shown on a logarithmic scale
 _BINS = 120  # of steps, along the path
 _MEANS, _STRETCH = 40, 10  # means of losses along the training, each over this many steps at least
 
-_TEXT = {"labelColor": "var(--muted)", "titleColor": "var(--muted)", "labelFontSize": 12, "titleFontSize": 12}
+_INK, _MUTED, _LINE = "var(--ink)", "var(--muted)", "var(--line)"
+_TEXT = {"labelColor": _MUTED, "titleColor": _MUTED, "labelFontSize": 12, "titleFontSize": 12}
 _TEXT |= {"titleFontWeight": 400}
-_LINES = {
-    "domainColor": "var(--line)",
-    "tickColor": "var(--line)",
-    "gridColor": "var(--line)",
-    "gridOpacity": 0.7,
-}
+_LINES = {"domainColor": _LINE, "tickColor": _LINE, "gridColor": _LINE, "gridOpacity": 0.7}
+_NAMES = {"labelColor": _INK, "labelFontSize": 13}
+_TITLE = {"color": _INK, "subtitleColor": _MUTED, "fontSize": 13, "fontWeight": 600, "anchor": "start"}
 CONFIG: dict[str, Any] = {
     "background": "transparent",
     "view": {"stroke": None},
@@ -46,23 +41,10 @@ CONFIG: dict[str, Any] = {
     "axisX": {"grid": False},
     "axisQuantitative": {"tickCount": 6},
     "axisY": {"domain": False, "ticks": False, "labelPadding": 8},
-    "legend": {
-        **_TEXT,
-        "labelColor": "var(--ink)",
-        "labelFontSize": 13,
-        "symbolSize": 90,
-        "columnPadding": 14,
-        "offset": 14,
-    },
-    "title": {
-        "color": "var(--ink)",
-        "subtitleColor": "var(--muted)",
-        "fontSize": 13,
-        "fontWeight": 600,
-        "anchor": "start",
-    },
-    "header": {"labelColor": "var(--ink)", "labelFontSize": 13, "labelFontWeight": 600},
-    "text": {"fill": "var(--ink)", "fontSize": 12},
+    "legend": {**_TEXT, **_NAMES, "symbolSize": 90, "columnPadding": 14, "offset": 14},
+    "title": _TITLE,
+    "header": {**_NAMES, "labelFontWeight": 600},
+    "text": {"fill": _INK, "fontSize": 12},
 }
 """What all figures look like; on a page its script adds the font."""
 
@@ -77,9 +59,7 @@ def altair() -> Any:
         import vl_convert  # noqa: F401
     except ImportError as error:
         package = "altair" if error.name == "altair" else "vl-convert-python"
-        raise OtaroError(
-            f"figures need the package {package}; install it with: {install('report')}"
-        ) from None
+        raise OtaroError(f"figures need the package {package}: {install('report')}") from None
     return altair
 
 
@@ -109,11 +89,8 @@ def svg(spec: Spec, theme: Literal["light", "dark"] | None = None) -> str:
 def of_rows(rows: Iterable[Row], title: str = "", width: int | None = None) -> Any:
     """A chart of data from files; with a width, a panel of a figure in a file."""
     chart = alt.Chart(alt.Data(values=list(rows)))
-    return (
-        chart
-        if width is None
-        else chart.properties(width=width, height=240, **({"title": title} if title else {}))
-    )
+    titled = {"title": title} if title else {}
+    return chart if width is None else chart.properties(width=width, height=240, **titled)
 
 
 def _tips(*fields: str | tuple[str | None, ...]) -> list[Any]:
@@ -140,15 +117,9 @@ def shown(precision: str) -> str:
 
 
 def by_precision(
-    rows: Sequence[Row],
-    runs: Sequence[str],
-    title: str,
-    *,
-    from_zero: bool = False,
-    height: int = 240,
+    rows: Sequence[Row], runs: Sequence[str], title: str, *, from_zero: bool = False, height: int = 240
 ) -> Spec:
-    """A measurement against precision, a line for each run; `rows` have precision, run, stage, value and
-    maybe error.
+    """A measurement against precision: `rows` have precision, run, stage, value and maybe error.
 
     The unquantized model stands apart, to the right.
     """
@@ -184,39 +155,30 @@ def by_precision(
 
 
 def size_curve(rows: Sequence[Row], runs: Sequence[str]) -> Spec:
-    """What every megabyte buys: perplexity against size, a line for each run; `rows` have precision, run,
-    megabytes, value.
-    """
-    data = [row for row in rows if math.isfinite(row["value"])]
-    # A name stands to the upper right of the highest point at its size: lines fall to the right, and all lie
-    # below it there.
-    highest = {
-        (row["precision"], row["megabytes"]): row for row in sorted(data, key=lambda row: row["value"])
-    }
-    first = next((row["run"] for row in data), None)
-    named = [highest[row["precision"], row["megabytes"]] for row in data if row["run"] == first]
-    labelled = [{**row, "label": row["precision"] if row in named else ""} for row in data]
+    """What every megabyte buys: `rows` have precision, run, megabytes, and perplexity as value."""
+    # A name stands above the highest point at its size: as lines fall to the right, all lie below it there.
+    ascending = sorted(rows, key=lambda row: row["value"])
+    highest = {(row["precision"], row["megabytes"]): row for row in ascending}
+    first = rows[0]["run"]
+    named = [highest[row["precision"], row["megabytes"]] for row in rows if row["run"] == first]
+    labelled = [{**row, "label": row["precision"] if row in named else ""} for row in rows]
+    figures = (("megabytes:Q", "MB", ",.4~g"), ("value:Q", "perplexity", ",.4~g"))
     base = of_rows(labelled).encode(
         x=alt.X("megabytes:Q", title="megabytes on disk", scale=alt.Scale(zero=False, padding=24)),
-        y=alt.Y("value:Q", title="perplexity", scale=_value_scale(data, 16)),
-        color=_run_colour(runs, {row["run"] for row in data}),
-        tooltip=_tips(
-            "run:N", "precision:N", ("megabytes:Q", "MB", ",.4~g"), ("value:Q", "perplexity", ",.4~g")
-        ),
+        y=alt.Y("value:Q", title="perplexity", scale=_value_scale(rows, 16)),
+        color=_run_colour(runs, {row["run"] for row in rows}),
+        tooltip=_tips("run:N", "precision:N", *figures),
     )
-    names = base.mark_text(dx=3, dy=-10, align="left").encode(text="label:N", color=alt.value("var(--ink)"))
+    names = base.mark_text(dx=3, dy=-10, align="left").encode(text="label:N", color=alt.value(_INK))
     return _finish(alt.layer(*_lines_and_points(base), names), 260)
 
 
 def training(log: Sequence[Step]) -> Spec:
-    """Cross-entropy by step in the colour of its precision: every step, thinned where they are many, and
-    means of stretches.
-    """
+    """Cross-entropy by step in its precision's colour: steps, thinned where many, and means of stretches."""
     finite = [step for step in log if math.isfinite(step.cross_entropy)]
-    thinned = finite[:: max(1, len(finite) // 1500)]
     points: list[Row] = [
         {"step": step.step, "precision": shown(step.precision), "loss": step.cross_entropy}
-        for step in thinned
+        for step in finite[:: max(1, len(finite) // 1500)]
     ]
     stretch = max(_STRETCH, math.ceil(len(log) / _MEANS))
     groups: dict[tuple[str, int], list[float]] = {}
@@ -227,7 +189,7 @@ def training(log: Sequence[Step]) -> Spec:
         for (name, number), losses in groups.items()
     ]
     encoding = {
-        "x": _step_x(),
+        "x": alt.X("step:Q", title="step", scale=alt.Scale(nice=False), axis=_step_axis()),
         "y": alt.Y("loss:Q", title="cross-entropy (nats)", scale=alt.Scale(zero=False)),
         "color": _precision_colour({row["precision"] for row in points}),
     }
@@ -245,23 +207,25 @@ def path(log: Sequence[Step]) -> Spec:
         seen = counts.setdefault(((step.step - 1) // stretch, shown(step.precision)), [0, 0])
         seen[0] += 1
         seen[1] += not step.applied
-    rows: list[Row] = [
-        {"from": number * stretch + 0.5, "to": (number + 1) * stretch + 0.5, "precision": name, "count": count, "held": held,
-         "share": count / stretch,
-         "steps": f"{number * stretch + 1} to {(number + 1) * stretch}" if stretch > 1 else str(number + 1)}
-        for (number, name), (count, held) in counts.items()
-    ]  # fmt: skip
+    rows: list[Row] = []
+    for (number, name), (count, held) in counts.items():
+        first, last = number * stretch + 1, (number + 1) * stretch
+        place = {"from": first - 0.5, "to": last + 0.5, "precision": name, "count": count, "held": held}
+        steps = f"{first} to {last}" if stretch > 1 else str(first)
+        rows.append({**place, "share": count / stretch, "steps": steps})
     present = {row["precision"] for row in rows}
     order = [shown(name) for name in NAMES if shown(name) in present]
-    chart = of_rows(rows).mark_rect(stroke=None).encode(
+    bands, shares = alt.Scale(padding=0.15), alt.Scale(domain=[0, 1], range=[0.12, 1])
+    told = (("steps:N", "step"), "precision:N", ("count:Q", "steps at it"), ("held:Q", "of these held back"))
+    chart = of_rows(rows).mark_rect(stroke=None)
+    chart = chart.encode(
         x=alt.X("from:Q", title="step", scale=alt.Scale(nice=False, zero=False), axis=_step_axis()),
         x2="to:Q",
-        y=alt.Y("precision:N", sort=order, title=None, scale=alt.Scale(padding=0.15), axis=alt.Axis(domain=False)),
+        y=alt.Y("precision:N", sort=order, title=None, scale=bands, axis=alt.Axis(domain=False)),
         color=_precision_colour(present, legend=False),
-        opacity=alt.Opacity("share:Q", scale=alt.Scale(domain=[0, 1], range=[0.12, 1]), legend=None),
-        tooltip=_tips(("steps:N", "step"), "precision:N", ("count:Q", "steps at it"), ("held:Q", "of these "
-                                                                                                 "held back")),
-    )  # fmt: skip
+        opacity=alt.Opacity("share:Q", scale=shares, legend=None),
+        tooltip=_tips(*told),
+    )
     return _finish(chart.properties(name="steps"), 26 * len(order) + 20)
 
 
@@ -288,31 +252,27 @@ def similarity(gradients: dict[str, Any]) -> Spec:
 
 def similarity_by_module(gradients: dict[str, Any]) -> Spec:
     """The same for every layer and projection, between two precisions that the reader chooses."""
-    names = [shown(name) for name in gradients["precisions"]]
-    pairs = [(i, j) for i in range(len(names)) for j in range(i + 1, len(names))]
-    rows = [
-        {"module": module["module"], "projection": module["projection"], "pair": f"{names[i]} and {names[j]}",
-         "layer": "–" if module.get("layer") is None else str(module["layer"]), "similarity": module["matrix"][i][j]}
-        for module in gradients["modules"]
-        for i, j in pairs
-        if is_finite(module["matrix"][i][j])
-    ]  # fmt: skip
-    layers = sorted(
-        {row["layer"] for row in rows}, key=lambda layer: (layer == "–", int(layer) if layer != "–" else 0)
-    )
-    widest = f"{names[0]} and {names[-1]}"
-    choice = alt.binding_select(
-        options=[f"{names[i]} and {names[j]}" for i, j in pairs], name="Gradients at "
-    )
-    pair = alt.param(name="pair", value=widest, bind=choice)
-    chart = of_rows(rows).transform_filter("datum.pair === pair").mark_rect().encode(
-        x=alt.X("layer:N", sort=layers, title="layer", axis=alt.Axis(labelAngle=0, domain=False, labelOverlap=True)),
+    names = list(map(shown, gradients["precisions"]))
+    pairs = [(i, j, f"{names[i]} and {names[j]}") for i, j in combinations(range(len(names)), 2)]
+    rows = []
+    for module in gradients["modules"]:
+        layer = "–" if module.get("layer") is None else str(module["layer"])
+        place = {"module": module["module"], "projection": module["projection"]}
+        for i, j, between in pairs:
+            if is_finite(value := module["matrix"][i][j]):
+                rows.append({**place, "pair": between, "layer": layer, "similarity": value})
+    layers = sorted({row["layer"] for row in rows}, key=lambda one: math.inf if one == "–" else int(one))
+    choice = alt.binding_select(options=[between for *_, between in pairs], name="Gradients at ")
+    pair = alt.param(name="pair", value=f"{names[0]} and {names[-1]}", bind=choice)
+    axis = alt.Axis(labelAngle=0, domain=False, labelOverlap=True)
+    legend = alt.Legend(title="cosine similarity", orient="top", gradientLength=200, format=".2~f")
+    chart = of_rows(rows).transform_filter("datum.pair === pair").mark_rect()
+    chart = chart.encode(
+        x=alt.X("layer:N", sort=layers, title="layer", axis=axis),
         y=alt.Y("projection:N", sort=None, title=None, axis=alt.Axis(domain=False)),
-        color=_similarity_colour(
-            _low_end(rows), alt.Legend(title="cosine similarity", orient="top", gradientLength=200, format=".2~f")
-        ),
+        color=_similarity_colour(_low_end(rows), legend),
         tooltip=_tips("module:N", "pair:N", ("similarity:Q", None, ".4f")),
-    )  # fmt: skip
+    )
     height = 24 * len({row["projection"] for row in rows}) + 20
     return _finish(chart.add_params(pair).properties(name="cells"), height)
 
@@ -327,17 +287,12 @@ def _step_axis() -> Any:
     return alt.Axis(grid=False, tickMinStep=1, tickCount=10)
 
 
-def _step_x() -> Any:
-    return alt.X("step:Q", title="step", scale=alt.Scale(nice=False), axis=_step_axis())
-
-
 def _value_scale(data: Sequence[Row], padding: int) -> Any:
     """Logarithmic for a wide range of values."""
     values = [row["value"] for row in data]
     wide = bool(values) and min(values) > 0 and max(values) / min(values) > _LOG_FROM
-    return (
-        alt.Scale(type="log", nice=False, padding=padding) if wide else alt.Scale(zero=False, padding=padding)
-    )
+    kind = {"type": "log", "nice": False} if wide else {"zero": False}
+    return alt.Scale(**kind, padding=padding)
 
 
 def _low_end(rows: Sequence[Row]) -> float:
@@ -359,14 +314,11 @@ def _run_colour(runs: Sequence[str], present: set[str]) -> Any:
 
 def _precision_colour(present: set[str], *, legend: bool = True) -> Any:
     """Every precision has its own, everywhere."""
-    values = [shown(name) for name in NAMES if shown(name) in present]
-    told = (
-        _legend(values=values, symbolType="stroke", symbolStrokeWidth=3, symbolOpacity=1) if legend else None
-    )
+    names = list(map(shown, NAMES))
+    strokes = {"symbolType": "stroke", "symbolStrokeWidth": 3, "symbolOpacity": 1}
+    told = _legend(values=[name for name in names if name in present], **strokes) if legend else None
     colours = ["var(--before)", *(f"var(--m{p.mantissa_bits})" for p in PRECISIONS)]
-    return alt.Color(
-        "precision:N", scale=alt.Scale(domain=list(map(shown, NAMES)), range=colours), legend=told
-    )
+    return alt.Color("precision:N", scale=alt.Scale(domain=names, range=colours), legend=told)
 
 
 def _similarity_colour(low: float, legend: Any) -> Any:

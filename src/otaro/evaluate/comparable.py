@@ -1,6 +1,4 @@
-"""Which measurements of several runs may stand side by side in one figure: those of the same thing, made in
-the same way.
-"""
+"""Which measurements of several runs may stand side by side: those of the same, made in the same way."""
 
 from __future__ import annotations
 
@@ -55,9 +53,7 @@ _FIGURES = {"perplexity": ("value", ""), "divergence": ("kl", "agreement"), "tas
 
 
 def measured(runs: Sequence[Run], kind: str) -> Compared:
-    """What `otaro eval` measured of a kind: by text, tokens and windows, or by task, with averages over tasks
-    before these.
-    """
+    """What `otaro eval` measured of a kind: by text, tokens and windows, or by task, averages first."""
     value, beside = _FIGURES[kind]
     found: dict[About, dict[str, Series]] = {}
     for means in (True, False):
@@ -72,9 +68,7 @@ def measured(runs: Sequence[Run], kind: str) -> Compared:
 
 
 def held_out(runs: Sequence[Run]) -> Compared:
-    """Perplexities at the tuning's own glance at held-out data; runs that began with the same model share
-    what it had.
-    """
+    """Perplexities at tuning's own glance at held-out data; runs that began alike share what they had."""
     found: Compared = {}
     for run in runs:
         if run.tuning is not None:

@@ -43,8 +43,7 @@ class DecodedModel:
     def __init__(self, nested: Any, dtype: torch.dtype | None = None, *, keep_planes: bool = False) -> None:
         """`nested` is a model as `otaro.load` returns it; `dtype` is its own unless said otherwise.
 
-        Planes that were decoded leave the memory, unless they are to be kept: for a nested model that runs
-        too.
+        Planes that were decoded leave the memory, unless `keep_planes`: for a nested model that runs too.
         """
         self.nested, self._keep_planes = nested, keep_planes
         modules = {module.packed: module for module in attachment(nested).modules.values()}
@@ -97,9 +96,7 @@ class DecodedModel:
 
 
 def _ordinary(nested: Any, dtype: torch.dtype | None) -> Any:
-    """The model without its packed weights, which are on the meta device; all else is what the nested model
-    has.
-    """
+    """The model with its packed weights on the meta device, and all else as the nested model has it."""
     config = copy.deepcopy(nested.config)
     del config.quantization_config
     config._experts_implementation = None  # packed experts run one by one; here transformers chooses
@@ -107,12 +104,9 @@ def _ordinary(nested: Any, dtype: torch.dtype | None) -> Any:
     kind: Any = next(kind for kind in type(nested).__mro__ if not issubclass(kind, Generates))
     with torch.device("meta"):
         model = kind(config)
-    own = {
-        name: tensor if dtype is None else tensor.to(dtype) for name, tensor in nested.state_dict().items()
-    }
+    own = {name: tensor.to(dtype or tensor.dtype) for name, tensor in nested.state_dict().items()}
     model.load_state_dict(own, assign=True, strict=False)
-    # Buffers that no checkpoint holds, such as the frequencies of rotary embeddings, keep their type: angles
-    # stay precise.
+    # Buffers that no checkpoint holds, such as rotary frequencies, keep their type: angles stay precise.
     there = dict(nested.named_buffers())
     for name, _ in list(model.named_buffers()):
         if name in there:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import count
+from itertools import count, zip_longest
 from typing import Any
 
 import torch
@@ -32,6 +32,10 @@ from otaro.runtime.draft import Draft
 from otaro.runtime.load import load, load_tokenizer
 from otaro.runtime.report import Generation
 from otaro.sefp.precision import Precision
+
+Judge = Precision | Fit
+Texts = dict[str, list[list[int]]]
+"""Tokens of the texts of each kind."""
 
 PLAIN = "none"
 _AGAIN = "\n\nThe same text again:\n\n"
@@ -68,10 +72,8 @@ class Drafted:
     @property
     def verdict(self) -> str:
         """In a sentence."""
-        what = f"--draft {self.draft} on {self.texts}: {self.gain:.2f} times the tokens"
-        if self.gain >= 1.05:
-            return f"{what}; it pays"
-        return f"{what}; it does not pay" if self.gain < 1 else f"{what}; it makes no difference"
+        paid = "does not pay" if self.gain < 1 else "makes no difference" if self.gain < 1.05 else "pays"
+        return f"--draft {self.draft} on {self.texts}: {self.gain:.2f} times the tokens; it {paid}"
 
 
 @dataclass(frozen=True)
@@ -98,9 +100,7 @@ def bench(
     hub: Hub = HUB,
     progress: Progress = lambda what, done, total: None,
 ) -> Drafts:
-    """Measure drafts beside a precision or a fit alone, by default the finest that is there, on passages of a
-    text.
-    """
+    """Measure drafts on passages of a text, beside a precision or a fit, by default the finest there."""
     wanted = [draft for draft in map(Draft.of, drafts) if draft is not None]
     place, nested, (judge, *_) = open_at(directory, None if precision is None else [precision], device, hub)
     with threads_for_a_while(settings.threads) as threads:
@@ -108,9 +108,8 @@ def bench(
         texts = _texts(tokenizer, text, settings)
         needed = max(len(ids) for some in texts.values() for ids in some) + settings.tokens
         if (limit := positions_of(model)) is not None and needed > limit:
-            raise OtaroError(
-                f"the model has {limit} positions, but texts and --tokens {settings.tokens} take {needed}"
-            )
+            taken = f"texts and --tokens {settings.tokens} take {needed}"
+            raise OtaroError(f"the model has {limit} positions, but {taken}")
         found = _take_turns(model, judge, wanted, texts, settings, progress)
     return Drafts(
         **about(nested, place, threads),
@@ -120,21 +119,19 @@ def bench(
     )
 
 
-def _texts(tokenizer: Any, text: str, settings: Settings) -> dict[str, list[list[int]]]:
+def _texts(tokenizer: Any, text: str, settings: Settings) -> Texts:
     """Tokens of passages, evenly from all of the text; and the same with a beginning of their repetition."""
     step, size = len(text) // settings.texts, 8 * settings.context
     if step < size:
-        raise OtaroError(
-            f"--text: {settings.texts} passages of {settings.context} tokens take more text than that"
-        )
+        passages = f"{settings.texts} passages of {settings.context} tokens"
+        raise OtaroError(f"--text: {passages} take more text than that")
     prose, copy = [], []
     for number in range(settings.texts):
         passage = text[number * step :][:size].split(maxsplit=1)[1]
         ids = tokenizer(passage)["input_ids"][: settings.context]
         if len(ids) < settings.context:
-            raise OtaroError(
-                f"--text: {size} characters have fewer than {settings.context} tokens; give other text"
-            )
+            fewer = f"fewer than {settings.context} tokens"
+            raise OtaroError(f"--text: {size} characters have {fewer}; give other text")
         said = tokenizer.decode(ids, skip_special_tokens=True)
         prose.append(ids)
         copy.append(tokenizer(said + _AGAIN + said[: len(said) // 8])["input_ids"])
@@ -146,43 +143,32 @@ Found = dict[str, list[Generation]]
 
 
 def _take_turns(
-    model: Any,
-    judge: Precision | Fit,
-    drafts: list[Draft],
-    texts: dict[str, list[list[int]]],
-    settings: Settings,
-    progress: Progress,
+    model: Any, judge: Judge, drafts: list[Draft], texts: Texts, settings: Settings, progress: Progress
 ) -> dict[str, Found]:
     contenders: dict[str, Draft | None] = {PLAIN: None, **{str(draft): draft for draft in drafts}}
     total, done = (1 + settings.rounds) * len(contenders) * sum(map(len, texts.values())), count()
-    found: dict[str, Found] = {}
-    for kind, prompts in texts.items():
-        best: Found = {name: [] for name in contenders}
+    found: dict[str, Found] = {kind: {name: [] for name in contenders} for kind in texts}
+    for kind, ids in ((kind, ids) for kind, prompts in texts.items() for ids in prompts):
 
         def say(name: str, kind: str = kind) -> None:
             progress(f"{kind}, draft {name}", next(done), total)
 
-        for ids in prompts:
-            turns = {
-                name: partial(_continued, model, ids, judge, draft, settings)
-                for name, draft in contenders.items()
-            }
-            timed = in_turns(turns, settings.rounds, say)
-            for name, made in timed.items():
-                if any(tokens != timed[PLAIN][0][0] for tokens, _ in made):
-                    raise OtaroError(
-                        f"--draft {name}: {judge} alone says something else; this must not be: tell us"
-                    )
-                best[name].append(
-                    min((report for _, report in made), key=lambda report: report.decode_seconds)
-                )
-        found[kind] = best
+        turns = {
+            name: partial(_continued, model, ids, judge, draft, settings)
+            for name, draft in contenders.items()
+        }
+        timed = in_turns(turns, settings.rounds, say)
+        for name, made in timed.items():
+            if any(tokens != timed[PLAIN][0][0] for tokens, _ in made):
+                raise OtaroError(f"--draft {name}: {judge} alone says otherwise; this must not be: tell us")
+            reports = (report for _, report in made)
+            found[kind][name].append(min(reports, key=lambda report: report.decode_seconds))
     progress("", total, total)
     return found
 
 
 def _continued(
-    model: Any, ids: list[int], judge: Precision | Fit, draft: Draft | None, settings: Settings
+    model: Any, ids: list[int], judge: Judge, draft: Draft | None, settings: Settings
 ) -> tuple[list[int], Generation]:
     inputs, report = torch.tensor([ids], device=model.device), Generation()
     output = model.generate(
@@ -205,16 +191,9 @@ def _row(kind: str, draft: Draft, found: Found) -> Drafted:
         return sum(one.new_tokens - 1 for one in found[name]) / sum(one.decode_seconds for one in found[name])
 
     reports = found[str(draft)]
-    longest = max(len(report.drafted) for report in reports)
-    drafted, right = ([sum(sum(one[at : at + 1]) for one in some) for at in range(longest)]
-                      for some in ([one.drafted for one in reports], [one.accepted for one in reports]))  # fmt: skip
+    drafted = [sum(some) for some in zip_longest(*(one.drafted for one in reports), fillvalue=0)]
+    right = [sum(some) for some in zip_longest(*(one.accepted for one in reports), fillvalue=0)]
+    acceptance = [one / tried for one, tried in zip(right, drafted, strict=True)]
     new, mine, plain = sum(report.new_tokens - 1 for report in reports), rate(str(draft)), rate(PLAIN)
-    return Drafted(
-        texts=kind,
-        draft=str(draft),
-        rate=mine,
-        plain=plain,
-        gain=mine / plain,
-        acceptance=[one / tried for one, tried in zip(right, drafted, strict=True)],
-        tokens_per_pass=new / max(1, new - sum(right)),
-    )
+    per_pass = new / max(1, new - sum(right))
+    return Drafted(kind, str(draft), mine, plain, mine / plain, acceptance, per_pass)

@@ -28,7 +28,7 @@ class Engine:
     """Reads tokens and remembers them."""
 
     def feed(self, ids: list[int]) -> None:
-        """Read these tokens after those before; the logits after the last one are computed when this returns."""
+        """Read these tokens after those before; when this returns, the logits after the last are there."""
         raise NotImplementedError
 
     def keep(self, length: int) -> None:
@@ -65,8 +65,7 @@ def engine_for(model: Any, kv: Precision | None, positions: int, on_gpu: bool) -
 
 
 class DecodePath(Engine):
-    """The decode path, by the loop that all tokens come from, with keys and values in float16 or at the
-    precision `kv`.
+    """The decode path, by the loop that all tokens come from, keys and values in float16 or at `kv`.
 
     With `positions`, that of a GPU, whose memory for so many tokens is of one size from the start.
     """
@@ -82,7 +81,7 @@ class DecodePath(Engine):
         self._decoder.forward(ids, self._cache)
 
     def decode(self, ids: list[int]) -> None:
-        """Read these; a GPU reads as many, the first of these and then the likeliest, started one step ahead."""
+        """Read these; a GPU reads as many, the first of these, then the likeliest, started a step ahead."""
         self._loop.run(ids)
 
     def keep(self, length: int) -> None:
@@ -112,17 +111,9 @@ class _Loop(Loop):
         super().__init__(decoder, cache, Chunks(1, exact=True))
 
     def run(self, ids: list[int]) -> None:
-        self._ids, ahead = ids, bool(self.decoder.ahead)
-        self._running = [
-            Row(
-                ids=ids[:1],
-                prompt=0,
-                limit=len(ids) + 1,
-                argmax=ahead,
-                sampler=Sampler((), False),
-                slot=Slot(0),
-            )
-        ]
+        self._ids, ahead, plain = ids, bool(self.decoder.ahead), Sampler((), False)
+        row = Row(ids=ids[:1], prompt=0, limit=len(ids) + 1, argmax=ahead, sampler=plain, slot=Slot(0))
+        self._running = [row]
         while self.step():
             pass
 
@@ -152,12 +143,8 @@ class Forward(Engine):
     @torch.inference_mode()
     def feed(self, ids: list[int]) -> None:
         """Read tokens."""
-        self._model(
-            torch.tensor([ids], device=self._model.device),
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        inputs = torch.tensor([ids], device=self._model.device)
+        self._model(inputs, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
 
     def keep(self, length: int) -> None:
         """Forget later tokens."""

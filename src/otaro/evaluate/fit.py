@@ -102,10 +102,8 @@ class Fitting:
         self.nested = NestedDirectory(directory)
         self.finest, self.text, self.device = self.nested.finest, text, device
         if self.finest.mantissa_bits == COARSEST:
-            raise OtaroError(
-                f"{directory} has no more than {self.finest}: there is nothing to choose; "
-                "fetch its other shards"
-            )
+            only = f"{directory} has no more than {self.finest}"
+            raise OtaroError(f"{only}: there is nothing to choose; fetch its other shards")
         read_fits(self.nested)  # a file that cannot be added to is better known now
         tokenizer = load_tokenizer(self.nested.path)
         ids, self._bos = text.ids(tokenizer), begins_with_bos(tokenizer)
@@ -119,75 +117,55 @@ class Fitting:
         if apart < 2 * room:
             raise TextError(
                 f"--text {text.source} has {len(ids)} tokens; {2 * count * room} are the least, half to "
-                "measure on and half "
-                "to check on: give a longer one, or fewer --tokens"
+                "measure on and half to check on: give a longer one, or fewer --tokens"
             )
         first = torch.tensor([] if self._bos is None else [self._bos], dtype=ids.dtype)
-        self._windows = [torch.cat([first, ids[at : at + room]]) for at in range(0, count * apart, apart)]
-        length = min(apart // 2, CHECKED * room)
-        self._check_ids = torch.cat(
-            [ids[at + apart // 2 :][:length] for at in range(0, count * apart, apart)]
-        )
-        reading = Reading(
-            text.sha256, count * self.window, self.window, str(self.finest), device_name(device)
-        )
+        starts, length = range(0, count * apart, apart), min(apart // 2, CHECKED * room)
+        self._windows = [torch.cat([first, ids[at : at + room]]) for at in starts]
+        self._check_ids = torch.cat([ids[at + apart // 2 :][:length] for at in starts])
+        place = device_name(device)
+        reading = Reading(text.sha256, count * self.window, self.window, str(self.finest), place)
         self.kept = Kept(self.nested.path, self.nested.model, list(self.nested.schema.packed), reading)
         self._reference: KeptStates | None = None
         self._checked: dict[tuple[int, ...], float] = {}
 
     def measure(self, progress: Progress) -> Sensitivity:
         """What every tensor loses; nothing is measured twice."""
-        found = self.kept.sensitivity
-        if len(found.divergences) < len(self.nested.schema.packed):
-            found = measure(
-                Probe(self._decoded, self._windows, self.finest), self._decoded, self.kept, progress
-            )
-        return found
+        if len(self.kept.sensitivity.divergences) < len(self.nested.schema.packed):
+            measure(Probe(self._decoded, self._windows, self.finest), self._decoded, self.kept, progress)
+        return self.kept.sensitivity
 
     def limit(self, budget: Budget, progress: Progress) -> Limit:
         """What a budget allows; refused where no precision is within it."""
-        nested, sizes = self.nested, plane_bytes(self.nested.schema)
-        least, most = bytes_of(nested, of_mantissa_bits(COARSEST)), bytes_of(nested, self.finest)
         if budget.unit == "tps":
             return self._limit_by_speed(budget, progress)
-        weights = weights_of(nested)
+        nested, smallest, weights = self.nested, of_mantissa_bits(COARSEST), weights_of(self.nested)
+        least, most = bytes_of(nested, smallest), bytes_of(nested, self.finest)
         allowed = budget.bytes if budget.bytes is not None else int(budget.amount * weights / 8)
         if allowed < least:
             raise OtaroError(
-                f"{budget.option}: {of_mantissa_bits(COARSEST)}, the smallest there is, takes "
-                f"{_amount(least, weights)}; "
+                f"{budget.option}: {smallest}, the smallest there is, takes {_amount(least, weights)}; "
                 f"give --bits {-(-8000 * least // weights) / 1000:.3f} or --budget {least}B at least"
             )
-        notes = []
-        if allowed > most and self.finest == PRECISIONS[0]:
-            notes = [f"{budget.name} is more than all of it takes: {_amount(most, weights)} at {self.finest}"]
-        elif allowed > most:
-            notes = [
-                f"{budget.name} is more than {self.finest} takes ({_amount(most, weights)}), and finer "
-                "shards are not here; "
-                f"bring them with: otaro fetch SOURCE {nested.path} --precision {PRECISIONS[0]}"
-            ]
-        return Limit(allowed, sizes, least, notes)
+        note, all_of_it = f"{budget.name} is more than", _amount(most, weights)
+        if self.finest == PRECISIONS[0]:
+            note += f" all of it takes: {all_of_it} at {self.finest}"
+        else:
+            note += f" {self.finest} takes ({all_of_it}), and finer shards are not here; "
+            note += f"bring them with: otaro fetch SOURCE {nested.path} --precision {PRECISIONS[0]}"
+        return Limit(allowed, plane_bytes(nested.schema), least, [note] if allowed > most else [])
 
     def fit(
         self, budget: Budget, limit: Limit, sensitivity: Sensitivity, command: str, progress: Progress
     ) -> Outcome:
         """The best choice within a budget, checked, and kept beside the model."""
-        nested, names = self.nested, list(self.nested.schema.packed)
-        problem = Knapsack(
-            [limit.costs[name] for name in names], [sensitivity.losses(name) for name in names]
-        )
-        found = problem.solve(limit.bytes - limit.fixed)
-        mixed = {
-            name: of_mantissa_bits(COARSEST + option)
-            for name, option in zip(names, found.options, strict=True)
-        }
-        present = [of_mantissa_bits(bits) for bits in range(COARSEST, self.finest.mantissa_bits + 1)]
-        uniform = max(
-            one
-            for one in present
-            if limit.fixed + sum(limit.costs.values()) * (one.mantissa_bits - COARSEST) <= limit.bytes
-        )
+        nested, names, room = self.nested, list(self.nested.schema.packed), limit.bytes - limit.fixed
+        losses = {name: sensitivity.losses(name) for name in names}
+        found = Knapsack([limit.costs[name] for name in names], list(losses.values())).solve(room)
+        options = zip(names, found.options, strict=True)
+        mixed = {name: of_mantissa_bits(COARSEST + option) for name, option in options}
+        planes, plane = range(self.finest.mantissa_bits - COARSEST + 1), sum(limit.costs.values())
+        uniform = of_mantissa_bits(COARSEST + max(count for count in planes if plane * count <= room))
         alike = dict.fromkeys(names, uniform)
         mixed_measured, uniform_measured = self._check([mixed, alike], progress)
         better = mixed_measured <= uniform_measured
@@ -196,9 +174,7 @@ class Fitting:
         about = {
             "bytes": total,
             "bits_per_weight": 8 * total / weights_of(nested),
-            "predicted": sum(
-                sensitivity.losses(name)[chosen[name].mantissa_bits - COARSEST] for name in names
-            ),
+            "predicted": sum(losses[name][chosen[name].mantissa_bits - COARSEST] for name in names),
             "measured": min(mixed_measured, uniform_measured),
             "uniform": str(uniform),
             "uniform_measured": uniform_measured,
@@ -217,21 +193,16 @@ class Fitting:
 
     def curve(self, sensitivity: Sensitivity) -> list[Point]:
         """What is expected to be lost, over sizes: at those of the single precisions and halfway between."""
-        nested, names, points = self.nested, list(self.nested.schema.packed), []
-        sizes, weights = plane_bytes(nested.schema), weights_of(nested)
-        losses = [sensitivity.losses(name) for name in names]
-        problem = Knapsack([sizes[name] for name in names], losses)
+        nested, sizes, points = self.nested, plane_bytes(self.nested.schema), []
+        losses = [sensitivity.losses(name) for name in sizes]
+        problem = Knapsack(list(sizes.values()), losses)
         least, plane = bytes_of(nested, of_mantissa_bits(COARSEST)), sum(sizes.values())
         for halves in range(2 * (self.finest.mantissa_bits - COARSEST) + 1):
-            more, whole = halves * plane // 2, halves // 2 if halves % 2 == 0 else None
-            point = Point(
-                bytes=least + more,
-                bits_per_weight=8 * (least + more) / weights,
-                predicted=problem.solve(more).loss,
-                uniform=None if whole is None else str(of_mantissa_bits(COARSEST + whole)),
-                uniform_predicted=None if whole is None else sum(loss[whole] for loss in losses),
-            )
-            points.append(point)
+            whole, half = divmod(halves, 2)
+            total = least + halves * plane // 2
+            bits, predicted = 8 * total / weights_of(nested), problem.solve(total - least).loss
+            alike = (str(of_mantissa_bits(COARSEST + whole)), sum(loss[whole] for loss in losses))
+            points.append(Point(total, bits, predicted, *((None, None) if half else alike)))
         return points
 
     def _check(self, choices: Sequence[dict[str, Precision]], progress: Progress) -> list[float]:
@@ -253,9 +224,7 @@ class Fitting:
             meter = Divergence(self._reference)
             read(ModelReader(decoded.at(choice)), windows, [meter], report)
             if not abs(meter.kl) <= LARGEST_LOSS:
-                raise OtaroError(
-                    "the model's outputs overflow on the text it is checked on; it cannot be fitted"
-                )
+                raise OtaroError("the model's outputs overflow on the text it is checked on: nothing to fit")
             self._checked[key] = max(meter.kl, 0.0)
             read_before += len(self._check_ids)
         return [self._checked[key] for key in keys]
@@ -268,8 +237,7 @@ class Fitting:
         if rows[0][1] > wanted:
             raise OtaroError(
                 f"{budget.option}: this machine makes {fastest:.1f} tokens per second at "
-                f"{rows[0][2].precision}, its smallest "
-                "precision, just now; ask for fewer"
+                f"{rows[0][2].precision}, its smallest precision, just now; ask for fewer"
             )
         allowed = float(rows[0][0])
         for (low, fast, _), (high, slow, _) in pairwise(rows):
@@ -280,9 +248,8 @@ class Fitting:
         spread = max(max(row.rounds.decode) / min(row.rounds.decode) for row in timed.precisions) - 1
         notes = [
             f"{budget.name} lets a token read {size(allowed)} of weights, by the speed of single precisions "
-            "just now; rounds "
-            f"of {_TIMED.tokens} tokens differed by up to {spread:.0%}, and so may the speed: "
-            f"`otaro bench {self.nested.path} --precision fit:{budget.name}` tells"
+            f"just now; rounds of {_TIMED.tokens} tokens differed by up to {spread:.0%}, and so may the "
+            f"speed: `otaro bench {self.nested.path} --precision fit:{budget.name}` tells"
         ]
         shares = read_shares(self._model)
         costs = {name: int(plane * shares[name]) for name, plane in plane_bytes(self.nested.schema).items()}
@@ -306,21 +273,16 @@ def budget_of(budget: str | None, bits: float | None, tokens_per_second: float |
 
 def _replaced(before: Fit | None, fit: Fit) -> list[str]:
     """A note where the fit of this name was measured otherwise."""
-    measured = ("text_sha256", "tokens", "reference")
-    if before is None or all(
-        before.about.get(field, fit.about[field]) == fit.about[field] for field in measured
-    ):
+    measured = {field: fit.about[field] for field in ("text_sha256", "tokens", "reference")}
+    if before is None or all(before.about.get(field, now) == now for field, now in measured.items()):
         return []
-    old, new = (
-        ", ".join(
-            [one["text"], *([f"{one['tokens']} tokens, from {one['reference']}"] if "tokens" in one else [])]
-        )
-        for one in (before.about, fit.about)
-    )
-    return [
-        f"this takes the place of the {fit} of {before.about['date']}, which was measured on {old}; now "
-        f"on {new}"
-    ]
+    there = f"this takes the place of the {fit} of {before.about['date']}"
+    return [f"{there}, which was measured on {_measured_on(before)}; now on {_measured_on(fit)}"]
+
+
+def _measured_on(fit: Fit) -> str:
+    text, tokens, reference = (fit.about.get(field) for field in ("text", "tokens", "reference"))
+    return f"{text}, {tokens} tokens, from {reference}" if tokens is not None else str(text)
 
 
 def _amount(count: int, weights: int) -> str:

@@ -1,5 +1,4 @@
-"""Gradients at every precision: the paper's Figs. 4 and 5 and eqs. 14 to 17, for every packed module instead
-of one layer.
+"""Gradients at every precision: the paper's Figs. 4 and 5 and eqs. 14 to 17, for every packed module.
 
 The straight-through gradient at a precision is the gradient at the quantized weights, passed on as it is
 (eqs. 1 to 3): that of a model that simply holds the decoded weights. So one float model is enough. For each
@@ -7,18 +6,18 @@ batch it gets its original weights and then those of each precision in turn, sev
 yields f, the paper's gradient in full precision, and six gradients g. All of them concern the packed weights;
 norms and biases are not quantized and not looked at.
 
-  similarity  (Fig. 4) the cosine between the gradients at two precisions: <g, g'> / (|g| |g'|), with the gradients of all
-              batches laid end to end, per module and over all modules (`overall`). `to_fp` is the cosine with f.
-  norm_error  (Fig. 5) (|g| - |f|) / |f| for each batch, all modules together. The reference is full precision, as in the
-              paper, which shows the absolute difference; the relative one compares between batches and models.
-  fit         (eq. 14) g = X f + Y by least squares over all entries of all batches. As a full matrix X would have more
-              unknowns than any number of batches has equations, and Y would vanish; here X is a number, <g, f> / <f, f>.
-              `y_share` is |Y| / |f|.
-              (eq. 15) The mean over all entries is near zero for any gradient, as signs cancel. Whether each entry's own
-              mean over the batches is zero tells `y_bias`, the norm of the mean Y over the root mean square norm of a
-              batch's Y: about 1/sqrt(batches) if Y is independent noise around zero, 1 if Y is always the same.
-  noise       (eq. 17) |sum of Y| / |sum of f| over the first n batches. `exponent` is the slope of log ratio over log n by
-              least squares: -1/2 is the paper's law.
+  similarity  (Fig. 4) the cosine between the gradients at two precisions: <g, g'> / (|g| |g'|), all batches
+              laid end to end, per module and over all modules (`overall`). `to_fp` is the cosine with f.
+  norm_error  (Fig. 5) (|g| - |f|) / |f| for each batch, all modules together. The paper shows the absolute
+              difference from full precision; the relative one compares between batches and models.
+  fit         (eq. 14) g = X f + Y by least squares over all entries of all batches. As a full matrix X would
+              have more unknowns than batches give equations, and Y would vanish; here X is a number,
+              <g, f> / <f, f>. `y_share` is |Y| / |f|.
+              (eq. 15) The mean over all entries is near zero for any gradient, as signs cancel. Whether each
+              entry's own mean over the batches is zero tells `y_bias`, the norm of the mean Y over the root
+              mean square norm of a batch's Y: about 1/sqrt(batches) for noise, 1 if Y is always the same.
+  noise       (eq. 17) |sum of Y| / |sum of f| over the first n batches. `exponent` is the slope of log ratio
+              over log n by least squares: -1/2 is the paper's law.
 
 All of these are functions of inner products between the seven gradients, so per module a 7 x 7 Gram matrix is
 summed up in float64 and no gradient outlives its batch, but for the running sums that eq. 17 needs.
@@ -69,19 +68,14 @@ def analyze_gradients(
     left as it was. Only modules whose name matches the pattern `modules` are looked at, though all are
     quantized. `progress` gets backward passes done and in total.
     """
-    chosen = {
-        name: model.get_parameter(name)
-        for name in packed
-        if fnmatchcase(name.removesuffix(".weight"), modules)
-    }
-    if not chosen:
-        raise OtaroError(
-            f"no packed module matches {modules!r}; names look like {packed[0].removesuffix('.weight')!r}"
-        )
-    tally = GradientTally(
-        {name: weight.numel() for name, weight in chosen.items()}, next(iter(chosen.values())).device
-    )
-    gradients = {name: weight.new_empty(len(ROWS), weight.numel()) for name, weight in chosen.items()}
+    matching = [name for name in packed if fnmatchcase(name.removesuffix(".weight"), modules)]
+    if not matching:
+        like = packed[0].removesuffix(".weight")
+        raise OtaroError(f"no packed module matches {modules!r}; names look like {like!r}")
+    chosen = {name: model.get_parameter(name) for name in matching}
+    entries = {name: weight.numel() for name, weight in chosen.items()}
+    tally = GradientTally(entries, chosen[matching[0]].device)
+    gradients = {name: weight.new_empty(len(ROWS), entries[name]) for name, weight in chosen.items()}
     losses = torch.zeros(len(ROWS), dtype=torch.float64)
     with _only_trainable(model, chosen), _switched(model, packed, group_size, reconstruction) as switch:
         for number, batch in enumerate(batches):
@@ -92,15 +86,13 @@ def analyze_gradients(
                 switch(precision)
                 loss = model(**inputs, use_cache=False).loss
                 if not math.isfinite(value := float(loss.detach())):
-                    raise OtaroError(
-                        f"the loss of batch {number + 1} at {at} is {value}; gradients of it mean nothing"
-                    )
+                    odd = f"the loss of batch {number + 1} at {at} is {value}"
+                    raise OtaroError(f"{odd}; gradients of it mean nothing")
                 losses[row] += value / len(batches)
                 loss.backward()
                 for name, weight in chosen.items():
                     # an expert may go unused
-                    found = torch.zeros_like(weight) if weight.grad is None else weight.grad
-                    gradients[name][row] = found.flatten()
+                    gradients[name][row] = 0 if weight.grad is None else weight.grad.flatten()
                     weight.grad = None
             tally.add(gradients)
     names = [str(precision or FULL) for precision in ROWS]
@@ -115,9 +107,7 @@ def analyze_gradients(
 
 
 class GradientTally:
-    """What is kept of the gradients of many batches; made for entries per module, fed with [7, entries] for
-    each.
-    """
+    """Of the gradients of many batches; made for entries per module, fed with [7, entries] for each."""
 
     def __init__(self, entries: Mapping[str, int], device: torch.device | str = "cpu") -> None:
         self._sums = {name: torch.zeros(len(ROWS), count, device=device) for name, count in entries.items()}
@@ -136,10 +126,8 @@ class GradientTally:
             self._sums[name] += rows
             norms += gram.diagonal()
         if not norms[0]:
-            raise OtaroError(
-                f"the gradient of batch {len(self._norms) + 1} is zero at full precision; there is nothing "
-                "to compare"
-            )
+            zero = f"the gradient of batch {len(self._norms) + 1} is zero at full precision"
+            raise OtaroError(f"{zero}; there is nothing to compare")
         self._norms.append(norms.sqrt())
         batches = len(self._norms)
         if batches.bit_count() == 1:  # a power of two
@@ -151,18 +139,18 @@ class GradientTally:
         self._grams_of_sums[batches] = self._gram_of_sums()
         gram = torch.stack(list(self._grams.values())).sum(0)
         norms = torch.stack(self._norms)
-        fits, noise = {}, {}
-        for row, precision in enumerate(PRECISIONS, 1):
-            fits[str(precision)], noise[str(precision)] = self._fit(gram, row)
+        names = list(map(str, PRECISIONS))
+        fits, noise, errors = {}, {}, {}
+        for row, name in enumerate(names, 1):
+            fits[name], noise[name] = self._fit(gram, row)
+            errors[name] = (norms[:, row] / norms[:, 0] - 1).tolist()
         together = _similarities(gram)
         return {
-            "precisions": [str(precision) for precision in PRECISIONS],
+            "precisions": names,
             "modules": [{**place(name), **_similarities(found)} for name, found in self._grams.items()],
             "overall": together["matrix"],
             "to_fp": together["to_fp"],
-            "norm_error": {
-                str(p): (norms[:, row] / norms[:, 0] - 1).tolist() for row, p in enumerate(PRECISIONS, 1)
-            },
+            "norm_error": errors,
             "fit": fits,
             "noise": noise,
         }
@@ -179,12 +167,7 @@ class GradientTally:
         }
         n = sorted(sums)
         ratio = [(_y_square(sums[count], row, x) / float(sums[count][0, 0])) ** 0.5 for count in n]
-        noise = {
-            "n": n,
-            "ratio": ratio,
-            "exponent": _slope(n, ratio),
-        }
-        return fit, noise
+        return fit, {"n": n, "ratio": ratio, "exponent": _slope(n, ratio)}
 
     def _gram_of_sums(self) -> torch.Tensor:
         return torch.stack([_gram(rows) for rows in self._sums.values()]).sum(0)
@@ -226,7 +209,7 @@ def _y_square(gram: torch.Tensor, row: int, x: float) -> float:
 
 
 def _slope(n: Sequence[int], ratio: Sequence[float]) -> float | None:
-    """The power of n that the ratio follows, by least squares of logarithms; None with fewer than two points."""
+    """The power of n that the ratio follows, by least squares of logarithms; None with less than two."""
     points = [(math.log(count), math.log(value)) for count, value in zip(n, ratio, strict=True) if value]
     return linear_regression(*zip(*points, strict=True)).slope if len(points) > 1 else None
 
@@ -239,28 +222,19 @@ def _number(value: float) -> float | None:
 def _switched(
     model: Any, packed: Sequence[str], group_size: int, reconstruction: Reconstruction
 ) -> Iterator[Callable[[Precision | None], None]]:
-    """Yield a function that puts the weights of a precision, or the original ones, into the model; it ends
-    with these.
-    """
+    """Yield a function that puts weights of a precision, or the originals, into the model, as at the end."""
     weights = {name: model.get_parameter(name).detach() for name in packed}
-    originals = {name: weight.clone() for name, weight in weights.items()}
-    rows = {
-        one.name: weights[one.name].T
-        for one in packable(model)
-        if one.kind is Kind.CONV1D and one.name in weights
-    }
-    rows = weights | rows  # the same memory, seen as it is packed
+    turned = [one.name for one in packable(model) if one.kind is Kind.CONV1D and one.name in weights]
+    rows = weights | {name: weights[name].T for name in turned}  # the same memory, seen as it is packed
+    originals = {name: weight.clone() for name, weight in rows.items()}
     codes = {
         name: encode(weight.contiguous(), group_size, reconstruction, name=name)
         for name, weight in rows.items()
     }
 
     def switch(precision: Precision | None) -> None:
-        for name, weight in weights.items():
-            if precision is None:
-                weight.copy_(originals[name])
-            else:
-                rows[name].copy_(codes[name].decode(precision))
+        for name, row in rows.items():
+            row.copy_(originals[name] if precision is None else codes[name].decode(precision))
 
     try:
         yield switch

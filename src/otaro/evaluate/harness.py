@@ -1,5 +1,4 @@
-"""Zero-shot accuracy through lm-evaluation-harness: its tasks and its scoring, our models, data from the Hub
-or from files.
+"""Zero-shot accuracy by lm-evaluation-harness: its tasks and scoring, our models, data from Hub or files.
 
 A task keeps its own wording and metrics; only where its rows come from may be changed, and it is always run
 without examples in the prompt. Of the metrics a task reports one is kept: `acc_norm` (answers compared by
@@ -83,10 +82,8 @@ class Tasks:
             self.names = _expanded(self._manager, wanted)
         self._files = {} if data_dir is None else {name: _file_of(name, data_dir) for name in self.names}
         if groups := [name for name in self._files if name in self._manager.all_groups]:
-            raise TaskError(
-                f"{groups[0]} is a group of tasks; with --data-dir name the tasks of it that "
-                "you have files for"
-            )
+            wanted_files = "with --data-dir name the tasks of it that you have files for"
+            raise TaskError(f"{groups[0]} is a group of tasks; {wanted_files}")
         self._loaded: dict[str, Any] = {}
 
     def data_sha256(self, name: str) -> str | None:
@@ -113,25 +110,19 @@ class Tasks:
         """Run one task; `progress` gets the requests done and in total."""
         loaded = self.prepare(name)
         with _quiet(progress) as noted:
-            runner = _harness("models.huggingface").HFLM(
-                pretrained=model, tokenizer=tokenizer, batch_size=batch_size
-            )
-            results = _harness("evaluator").evaluate(
-                lm=runner, task_dict=loaded, limit=limit, log_samples=False
-            )
-        metric, value, stderr = _score(name, results["results"])
-        samples = sum(
-            count["effective"] for task, count in results["n-samples"].items() if task in loaded["tasks"]
-        )
-        return TaskResult(metric, value, stderr, samples, noted.truncated)
+            kind, evaluate = _harness("models.huggingface").HFLM, _harness("evaluator").evaluate
+            runner = kind(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+            results = evaluate(lm=runner, task_dict=loaded, limit=limit, log_samples=False)
+        counts = results["n-samples"].items()
+        samples = sum(count["effective"] for task, count in counts if task in loaded["tasks"])
+        return TaskResult(*_score(name, results["results"]), samples, noted.truncated)
 
     def _load(self, name: str) -> Any:
         source = self._files.get(name)
         spec: str | dict[str, Any] = name
         if source is not None:
             rows = _read_rows(source)
-            # A description given in full would replace the harness's own; as a member of a group it adds to
-            # it.
+            # A description in full would replace the harness's own; that of a group's member adds to it.
             changes = {"dataset_kwargs": None, "custom_dataset": lambda **_: _AnySplit(rows)}
             spec = {"group": "local", "task": [{"task": name, **changes}]}
         try:
@@ -142,9 +133,7 @@ class Tasks:
         loaded = {"tasks": loaded["tasks"], "groups": {} if source else loaded["groups"]}
         for task in loaded["tasks"].values():
             if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
-                raise TaskError(
-                    f"{name} needs to run generated code or to see images, which is not done here"
-                )
+                raise TaskError(f"{name} needs to run generated code or to see images: not done here")
             task.set_config("num_fewshot", 0)
             task.set_fewshot_seed(_SEED)
         return loaded
@@ -170,16 +159,12 @@ def _manager_of(folders: frozenset[str] | None) -> Any:
     tasks = _harness("tasks")
     if folders is None:
         return tasks.TaskManager()
-    root = Path(tasks.__file__).parent
-    return tasks.TaskManager(
-        include_defaults=False, include_path=[root / folder for folder in sorted(folders)]
-    )
+    paths = [Path(tasks.__file__).parent / folder for folder in sorted(folders)]
+    return tasks.TaskManager(include_defaults=False, include_path=paths)
 
 
 def _expanded(manager: Any, names: Sequence[str]) -> list[str]:
-    """Each name once, and the tasks of a tag in its place; an unknown name is refused, with what may have
-    been meant.
-    """
+    """Each name once, the tasks of a tag in its place; an unknown one is refused, with what may be meant."""
     known = set(manager.all_tasks)
     found: list[str] = []
     for name in names:
@@ -195,9 +180,8 @@ def _file_of(name: str, data_dir: Path) -> Path:
     for ending in _FILES:
         if (path := data_dir / f"{name}{ending}").is_file():
             return path
-    raise TaskError(
-        f"--data-dir {data_dir} has no {name}{_FILES[0]} (nor {' or '.join(_FILES[1:])}) for the task {name}"
-    )
+    others = " or ".join(_FILES[1:])
+    raise TaskError(f"--data-dir {data_dir} has no {name}{_FILES[0]} (nor {others}) for the task {name}")
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
@@ -215,16 +199,13 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
 def _why_not(name: str, manager: Any, source: Path | None, error: Exception) -> str:
     reason = f"{type(error).__name__}: {brief(error)}"
     if source is not None:
-        return (
-            f"{source} does not serve the task {name}, which needs the fields of its own data set: {reason}"
-        )
+        needed = "which needs the fields of its own data set"
+        return f"{source} does not serve the task {name}, {needed}: {reason}"
     stated = (manager.task_index[name].cfg or {}).get("dataset_path")
     data = f"the data set {stated}" if stated else "its data"
     files = f"{name}.jsonl.gz" if name not in manager.all_groups else "the files of its tasks"
-    return (
-        f"{name}: {data} is not to be had ({reason}); reach the Hub once, or serve {files} from a folder "
-        "with --data-dir"
-    )
+    remedy = f"reach the Hub once, or serve {files} from a folder with --data-dir"
+    return f"{name}: {data} is not to be had ({reason}); {remedy}"
 
 
 def _score(name: str, results: dict[str, dict[str, Any]]) -> tuple[str, float, float | None]:
@@ -233,10 +214,8 @@ def _score(name: str, results: dict[str, dict[str, Any]]) -> tuple[str, float, f
     numbers = [key for key, value in reported.items() if isinstance(value, float | int)]
     metrics = [key for key in numbers if "," in key and "_stderr," not in key]
     if not metrics:
-        raise TaskError(
-            f"{name} is a group of tasks without a score of its own; name its tasks: "
-            f"{', '.join(results)[:200]}"
-        )
+        own = f"{name} is a group of tasks without a score of its own"
+        raise TaskError(f"{own}; name its tasks: {', '.join(results)[:200]}")
     preferred = [key for metric in _METRICS for key in metrics if key.partition(",")[0] == metric]
     chosen = (preferred or metrics)[0]
     metric, _, way = chosen.partition(",")

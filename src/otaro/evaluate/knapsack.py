@@ -28,9 +28,7 @@ class Solution:
 
 
 class Knapsack:
-    """Items whose option `n` costs `n` times their size and loses `losses[n]`; solved once for all
-    capacities.
-    """
+    """Items whose option `n` costs `n` times their size and loses `losses[n]`; solved for all capacities."""
 
     def __init__(self, sizes: Sequence[int], losses: Sequence[Sequence[float]]) -> None:
         self._sizes = list(sizes)
@@ -56,11 +54,9 @@ class Knapsack:
     def solve(self, capacity: int) -> Solution:
         """The choice of least loss whose cost is at most `capacity`, which is not negative."""
         at = min(capacity // self._unit, len(self._best) - 1)
-        loss, options = float(self._best[at]), list[int]()
-        for number in range(len(self._units) - 1, -1, -1):
-            option = int(self._chosen[number, at])
-            options.append(option)
-            at -= option * self._units[number]
-        options.reverse()
+        loss, options = float(self._best[at]), [0] * len(self._units)
+        for number in reversed(range(len(options))):
+            options[number] = int(self._chosen[number, at])
+            at -= options[number] * self._units[number]
         cost = sum(option * size for option, size in zip(options, self._sizes, strict=True))
         return Solution(options, loss, cost)

@@ -22,9 +22,7 @@ from otaro.export.run import export
 from otaro.file.io import NestedDirectory
 
 KINDS = {"E5M8": "F16", "E5M7": "Q8_0", "E5M4": "Q5_0", "E5M3": "Q4_0"}
-"""The type of GGUF with the same number of bits as a precision, give or take its scales; for the finest,
-plain float16.
-"""
+"""The type of GGUF with as many bits as a precision, but for its scales; for the finest plain float16."""
 
 
 def gguf_file(nested: NestedDirectory, kind: str, folder: Path) -> Path:
@@ -33,14 +31,13 @@ def gguf_file(nested: NestedDirectory, kind: str, folder: Path) -> Path:
     report = export(nested.path, path, precision=nested.finest, to="gguf", type=kind)
     if report.types.keys() - {kind, "F32"}:  # export takes float16 there, which would be another contender
         path.unlink()
-        raise OtaroError(
-            f"{kind} needs rows of a multiple of 32 weights, and this model has others; leave llama.cpp out"
-        )
+        rows = "rows of a multiple of 32 weights, and this model has others"
+        raise OtaroError(f"{kind} needs {rows}; leave llama.cpp out")
     return path
 
 
 class LlamaCpp(Engine):
-    """A GGUF file, run by llama.cpp on `threads` threads with room for `positions` tokens of each sequence."""
+    """A GGUF file, run by llama.cpp on `threads` threads, with `positions` tokens for each sequence."""
 
     def __init__(self, path: Path, *, threads: int, positions: int, sequences: int = 1) -> None:
         self._lib = library()
@@ -74,9 +71,8 @@ class LlamaCpp(Engine):
 
     def _logits(self, number: int) -> np.ndarray[Any, Any]:
         count = self._lib.llama_vocab_n_tokens(self._lib.llama_model_get_vocab(self._model))
-        found: np.ndarray[Any, Any] = np.ctypeslib.as_array(
-            self._lib.llama_get_logits_ith(self._context, number), (count,)
-        )
+        logits = self._lib.llama_get_logits_ith(self._context, number)
+        found: np.ndarray[Any, Any] = np.ctypeslib.as_array(logits, (count,))
         return found
 
     def close(self) -> None:
@@ -109,12 +105,8 @@ class LlamaBatch(LlamaCpp):
         try:
             batch.n_tokens = count
             for i, (token, position, sequence) in enumerate(zip(ids, positions, sequences, strict=True)):
-                batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = (
-                    token,
-                    position,
-                    1,
-                    sequence,
-                )
+                batch.token[i], batch.pos[i] = token, position
+                batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
                 batch.logits[i] = i >= count - wanted
             if status := self._lib.llama_decode(self._context, batch):
                 raise OtaroError(f"llama.cpp stopped with status {status}")

@@ -1,5 +1,4 @@
-"""Logits of a long text in little memory: what a model's layers make of a window whole, the head a few
-positions at a time.
+"""Logits of a long text in little memory: layers read a window whole, the head a few positions at a time.
 
 A window of 2,048 positions over Gemma's 262,144 words is 2 GB of logits, and as much again for every step of
 a loss on them. But the head looks at one position at a time. So `SlicedModel` runs the layers over the
@@ -115,8 +114,7 @@ class SlicedModel:
         self._head, self.is_whole = _without_layers(self.model, self._path), False
         try:
             apart = self.logits(self.states(ids))
-        except (TypeError, AttributeError, RuntimeError, ValueError, IndexError, KeyError):
-            # a class made otherwise
+        except (TypeError, AttributeError, RuntimeError, ValueError, LookupError):  # a class made otherwise
             return False
         rounding = 64 * torch.finfo(whole.dtype).eps * whole.abs().max()
         return apart.shape == whole.shape and bool((apart - whole).abs().max() <= rounding)
@@ -157,9 +155,7 @@ def _run_head(head: Any, output: Any, states: torch.Tensor) -> torch.Tensor:
 
 
 class _FrozenLinear(nn.Module):
-    """A linear with a copy of the weights, in 16 bits where that loses nothing; they are multiplied some rows
-    at a time.
-    """
+    """A linear with a copy of its weights, in 16 bits where nothing is lost; some rows at a time."""
 
     def __init__(self, linear: Any) -> None:
         super().__init__()
@@ -183,9 +179,7 @@ def _holds(weight: torch.Tensor, kind: torch.dtype) -> bool:
 
 
 class KeptStates:
-    """A meter (`windows`): the states of a model at every position of a text, in a file, and its head as it
-    was.
-    """
+    """A meter (`windows`): a model's states at each position of a text, in a file, and its head."""
 
     aside = True
 

@@ -1,6 +1,4 @@
-"""What benches share: the machine (its processor or GPU, its memory's speed, how much of it is held, the
-time), and turns.
-"""
+"""What benches share: the machine (its name, its memory's speed, what of it is held, time), and turns."""
 
 from __future__ import annotations
 
@@ -48,8 +46,7 @@ class Cpu:
     def held_bytes(self) -> int | None:
         """Memory of this process that is in RAM; None on systems without /proc.
 
-        What is free but still held, by Python or by the allocator, is given back first: it depends on what
-        ran before.
+        What is free but still held, by Python or the allocator, depends on what ran before: it goes first.
         """
         gc.collect()
         # musl has none
@@ -61,8 +58,7 @@ class Cpu:
             return None
 
     def plain_access(self, size: int) -> tuple[Callable[[], object], int]:
-        """Something that moves about `size` bytes of memory and does nothing else; and how many bytes it
-        moves.
+        """Something that moves about `size` bytes of memory and does no more; and how many it moves.
 
         It is a float32 product with a vector, on torch's threads: the library reads several rows side by
         side, which on a server's CPU is a third faster than a sum over one stretch of memory.
@@ -100,9 +96,7 @@ class Gpu(Cpu):
         return int(torch.cuda.memory_allocated(self.device))
 
     def plain_access(self, size: int) -> tuple[Callable[[], object], int]:
-        """A copy by a kernel, read and written bytes counted; ever the same size, as a small one would
-        measure its launch.
-        """
+        """A copy by a kernel, both ways counted; ever the same size, as a small one would time its launch."""
         source = torch.zeros(COPY_BYTES // 8, dtype=torch.int64, device=self.device)
         target = torch.empty_like(source)
         return lambda: torch.bitwise_not(source, out=target), 2 * source.nbytes
@@ -136,15 +130,9 @@ def cpu_name() -> str:
 
 
 def in_turns(
-    turns: Mapping[Key, Callable[[], Result]],
-    rounds: int,
-    say: Callable[[Key], object],
-    *,
-    warm: bool = False,
+    turns: Mapping[Key, Callable[[], Result]], rounds: int, say: Callable[[Key], object], warm: bool = False
 ) -> dict[Key, list[Result]]:
-    """What every turn gave, round by round; a round is one turn of each. Unless all are `warm`, a first one
-    does not count.
-    """
+    """What turns gave, by round: one turn of each. Unless all are `warm`, a first round does not count."""
     found: dict[Key, list[Result]] = {key: [] for key in turns}
     for number in range(warm, 1 + rounds):
         for key, turn in turns.items():

@@ -23,7 +23,7 @@ import math
 import torch
 
 from otaro.evaluate.logits import KeptStates
-from otaro.evaluate.windows import Window
+from otaro.evaluate.windows import AtPositions, Window
 
 
 class Loss:
@@ -36,9 +36,7 @@ class Loss:
         self._sum = self._weight = 0.0
         self._window_sum, self._window_count = 0.0, 0
 
-    def add(
-        self, window: Window, first: int, states: torch.Tensor | None, logits: torch.Tensor | None
-    ) -> None:
+    def add(self, window: Window, first: int, states: AtPositions, logits: AtPositions) -> None:
         """Score the tokens after these positions, those that are to be scored."""
         assert logits is not None
         last = min(first + len(logits), len(window.ids) - 1)  # nothing follows the last position
@@ -72,17 +70,11 @@ class Divergence:
         self._reference = reference
         self._kl, self._agreed, self.tokens = 0.0, 0, 0
 
-    def add(
-        self, window: Window, first: int, states: torch.Tensor | None, logits: torch.Tensor | None
-    ) -> None:
+    def add(self, window: Window, first: int, states: AtPositions, logits: AtPositions) -> None:
         """Compare these positions."""
         assert logits is not None
-        q = logits.float().log_softmax(-1)
-        p = (
-            self._reference.logits(window.position + first, len(logits), logits.device)
-            .float()
-            .log_softmax(-1)
-        )
+        p = self._reference.logits(window.position + first, len(logits), logits.device)
+        p, q = p.float().log_softmax(-1), logits.float().log_softmax(-1)
         self._agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
         probabilities = p.exp()
         self._kl += float(p.sub_(q).mul_(probabilities).sum(dtype=torch.float64))

@@ -18,12 +18,13 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from otaro.evaluate.charts import CONFIG, altair
+from otaro.evaluate.charts import CONFIG, Spec, altair
 
 _STACKED_FROM = 7  # columns, from which on notes stand below their figures
 
 Cell = str | tuple[str, str]
 """What stands in a cell of a table, perhaps with a smaller figure beside it."""
+Rows = Iterable[Sequence[Cell]]
 
 
 def escape(text: object) -> str:
@@ -41,26 +42,16 @@ def made_by(commands: Iterable[str], digest: str = "") -> str:
 
 
 def table(
-    caption: str,
-    headings: Sequence[str],
-    rows: Iterable[Sequence[Cell]],
-    commands: Iterable[str],
-    note: str = "",
-    words: int = 1,
+    caption: str, headings: Sequence[str], rows: Rows, commands: Iterable[str], note: str = "", words: int = 1
 ) -> str:
     """A table whose first columns, as many as `words`, are words, and the others numbers."""
-    head = "".join(
-        f"<th scope=col{_number(i, words)}>{escape(heading)}</th>" for i, heading in enumerate(headings)
-    )
+    numbered = enumerate(headings)
+    head = "".join(f"<th scope=col{_number(i, words)}>{escape(heading)}</th>" for i, heading in numbered)
     body = "".join(f"<tr>{''.join(_cell(cell, i, words) for i, cell in enumerate(row))}</tr>" for row in rows)
     stacked = " class=stacked" * (len(headings) >= _STACKED_FROM)
-    told = (
-        f"<caption><div><strong>{escape(caption)}</strong> {escape(note)} {made_by(commands)}</div></caption>"
-    )
-    return (
-        "<div "
-        f"class=scroll><table{stacked}>{told}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
+    told = f"<div><strong>{escape(caption)}</strong> {escape(note)} {made_by(commands)}</div>"
+    parts = f"<caption>{told}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+    return f"<div class=scroll><table{stacked}>{parts}</table></div>"
 
 
 def _cell(cell: Cell, column: int, words: int) -> str:
@@ -78,16 +69,10 @@ class Page:
     """Collects the charts of its figures."""
 
     def __init__(self) -> None:
-        self.charts: dict[str, dict[str, Any]] = {}
+        self.charts: dict[str, Spec] = {}
 
     def figure(
-        self,
-        title: str,
-        note: str,
-        commands: Iterable[str],
-        chart: dict[str, Any],
-        on: str = "",
-        digest: str = "",
+        self, title: str, note: str, commands: Iterable[str], chart: Spec, on: str = "", digest: str = ""
     ) -> str:
         """A chart with its caption; title and `on` also describe it to those who do not see it."""
         key = f"chart-{len(self.charts) + 1}"
@@ -110,8 +95,8 @@ class Page:
             "nav": "".join(f'<a href="#{key}">{heading}</a>' for key, heading, _ in sections),
             "opening": opening,
             "sections": "".join(
-                f'<section id="{key}" aria-labelledby="{key}-h"><h2 '
-                f'id="{key}-h">{heading}</h2>{content}</section>'
+                f'<section id="{key}" aria-labelledby="{key}-h">'
+                f'<h2 id="{key}-h">{heading}</h2>{content}</section>'
                 for key, heading, content in sections
             ),
             "charts": _embedded_json({"config": CONFIG, "figures": self.charts}),

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,7 +26,7 @@ from otaro.errors import OtaroError
 from otaro.evaluate.llama_cpp import KINDS, LlamaBatch, gguf_file
 from otaro.evaluate.machine import Cpu, Measured, about, in_turns
 from otaro.evaluate.progress import Progress
-from otaro.evaluate.speed import Settings, open_at, random_ids, threads_for_a_while
+from otaro.evaluate.speed import Named, Settings, open_at, random_ids, threads_for_a_while
 from otaro.file.checkpoint import HUB
 from otaro.file.fits import Fit
 from otaro.file.hub import Hub
@@ -65,6 +66,7 @@ class Parallel(Measured):
     rows: list[Together]
 
 
+Prompts = list[list[int]]
 Turn = Callable[[], tuple[float, int]]
 """Seconds, and tokens made in them."""
 
@@ -73,7 +75,7 @@ def bench(
     directory: str,
     counts: Sequence[int],
     settings: Settings,
-    precisions: Sequence[str | Precision] | None = None,
+    precisions: Named = None,
     *,
     device: str = "cpu",
     with_llama: bool = False,
@@ -95,29 +97,26 @@ def bench(
             raise OtaroError(f"a sequence has {scheduler.context} positions here, but {told}")
         ids, length = random_ids(model.config.vocab_size, max(counts) * settings.context), settings.context
         prompts = [ids[start : start + length] for start in range(0, len(ids), length)]
-        turns: dict[tuple[str, int], Turn] = {}
+        tokens, turns = settings.tokens, dict[tuple[str, int], Turn]()
         for precision in chosen:
             turns[ALONE + f" at {precision}", 1] = _alone(place, model, prompts[0], precision, settings)
             for count in counts:
-                turns[str(precision), count] = _ours(
-                    place, scheduler, prompts[:count], [precision], settings.tokens
-                )
+                turns[str(precision), count] = _ours(place, scheduler, prompts[:count], [precision], tokens)
             if with_llama and (kind := KINDS.get(str(precision))) is not None:
                 path = gguf_file(nested, kind, Path(stack.enter_context(tempfile.TemporaryDirectory())))
-                positions = settings.context + settings.tokens + 1
-                theirs = LlamaBatch(path, threads=threads, positions=positions, sequences=max(counts))
+                theirs = LlamaBatch(path, threads=threads, positions=wanted + 1, sequences=max(counts))
                 stack.callback(theirs.close)
                 for count in counts:
-                    turns[f"llama.cpp {kind}", count] = _theirs(
-                        place, theirs, prompts[:count], settings.tokens
-                    )
+                    turns[f"llama.cpp {kind}", count] = _theirs(place, theirs, prompts[:count], tokens)
         for count in counts:
             if len(chosen) > 1 and count > 1:
-                turns[MIXED, count] = _ours(place, scheduler, prompts[:count], chosen, settings.tokens)
+                turns[MIXED, count] = _ours(place, scheduler, prompts[:count], chosen, tokens)
         total, done = (1 + settings.rounds) * len(turns), itertools.count()
-        timed = in_turns(
-            turns, settings.rounds, lambda key: progress(f"{key[0]}, {key[1]} at once", next(done), total)
-        )
+
+        def say(key: tuple[str, int]) -> None:
+            progress(f"{key[0]}, {key[1]} at once", next(done), total)
+
+        timed = in_turns(turns, settings.rounds, say)
         progress("", total, total)
         seconds = {key: [taken / tokens for taken, tokens in rounds] for key, rounds in timed.items()}
         return Parallel(
@@ -130,28 +129,20 @@ def bench(
 
 def _row(what: str, count: int, seconds: dict[tuple[str, int], list[float]]) -> Together:
     """`seconds` are those of a token of all sequences together, round by round."""
-    mine = seconds[what, count]
-    total, one = 1 / median(mine), seconds.get((what, 1))
-    gain = (
-        None if one is None else median(alone / together for alone, together in zip(one, mine, strict=True))
-    )
+    mine, one = seconds[what, count], seconds.get((what, 1))
+    total = 1 / median(mine)
+    gain = None if one is None else median(alone / both for alone, both in zip(one, mine, strict=True))
     return Together(what, count, total, total / count, gain, mine)
 
 
 def _ours(
-    place: Cpu,
-    scheduler: Scheduler,
-    prompts: list[list[int]],
-    precisions: Sequence[Precision | Fit],
-    tokens: int,
+    place: Cpu, scheduler: Scheduler, prompts: Prompts, precisions: Sequence[Precision | Fit], tokens: int
 ) -> Turn:
-    pairs = list(zip(prompts, itertools.islice(itertools.cycle(precisions), len(prompts)), strict=True))
+    pairs = list(zip(prompts, itertools.cycle(precisions), strict=False))
 
     def submitted(count: int) -> list[Any]:
-        return [
-            scheduler.submit(prompt, precision=precision, max_new_tokens=count, ignore_eos=True, text=False)
-            for prompt, precision in pairs
-        ]
+        submit = partial(scheduler.submit, max_new_tokens=count, ignore_eos=True, text=False)
+        return [submit(prompt, precision=precision) for prompt, precision in pairs]
 
     def finish() -> None:
         while scheduler.step():
@@ -190,7 +181,7 @@ def _alone(place: Cpu, model: Any, prompt: list[int], precision: Precision | Fit
     return turn
 
 
-def _theirs(place: Cpu, engine: LlamaBatch, prompts: list[list[int]], tokens: int) -> Turn:
+def _theirs(place: Cpu, engine: LlamaBatch, prompts: Prompts, tokens: int) -> Turn:
     def turn() -> tuple[float, int]:
         first = [engine.read(number, prompt) for number, prompt in enumerate(prompts)]
         return place.seconds(lambda: engine.go_on(first, tokens)), tokens * len(prompts)

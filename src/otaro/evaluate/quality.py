@@ -2,9 +2,9 @@
 
 A record names the model it is about and lists measurements, `entries`, of three kinds:
 
-    perplexity   of a text, by the sliding window
-    divergence   from a reference precision on a text: KL divergence, and how often the likeliest token is the same
-    task         accuracy on a task of lm-evaluation-harness
+    perplexity  of a text, by the sliding window
+    divergence  from a reference precision on a text: by KL, and how often the likeliest token is the same
+    task        accuracy on a task of lm-evaluation-harness
 
 An entry is *identified* by its kind, its precision, how weights became codes, the device and what was asked
 (`IDENTITY`); measuring the same again replaces it. The rest is the outcome, and under which circumstances it
@@ -77,12 +77,8 @@ def series(entries: Iterable[Entry]) -> list[dict[str, Entry]]:
     whole: dict[tuple[Any, ...], list[Entry]] = {}  # full precision
     parts: dict[tuple[Any, ...], dict[tuple[Any, ...], dict[str, Entry]]] = {}  # by coding
     for entry in entries:
-        free = (
-            "precision",
-            "fit_sha256",
-            *CODING,
-            *(["reference_model"] if entry["kind"] != "divergence" else []),
-        )
+        free = {"precision", "fit_sha256", *CODING}
+        free |= {"reference_model"} if entry["kind"] != "divergence" else set()
         key = identity({field: value for field, value in entry.items() if field not in free})
         codings = parts.setdefault(key, {})
         if entry["precision"] == FULL:
@@ -119,9 +115,7 @@ class Quality:
 
 
 def read_quality(directory: Path, model: str | None = None) -> Quality | None:
-    """The record in a directory, or None where there is none; one that is damaged, or not about `model`, is
-    refused.
-    """
+    """The record in a directory, None where there is none; refused if damaged or not about `model`."""
     path = directory / QUALITY_FILE
     if not path.is_file():
         return None
@@ -132,10 +126,8 @@ def read_quality(directory: Path, model: str | None = None) -> Quality | None:
     except ValueError as error:  # of JSON, of UTF-8, or ours
         raise QualityError(f"{path} is no quality record that can be read: {error}; move it away") from None
     if model is not None and quality.model != model:
-        raise QualityError(
-            f"{path} is about another model ({quality.model[:12]}) than the one beside it ({model[:12]}); "
-            "move it away"
-        )
+        other = f"another model ({quality.model[:12]}) than the one beside it ({model[:12]})"
+        raise QualityError(f"{path} is about {other}; move it away")
     return quality
 
 
@@ -153,19 +145,16 @@ def is_share(metric: str) -> bool:
 
 
 def averages(entries: Iterable[Entry]) -> list[Entry]:
-    """Averages over tasks at one limit on one device, as entries of their own, for what was measured on all
-    of these.
+    """Averages over tasks at one limit on one device, as entries, for what was measured on all of these.
 
-    Where the paper's eight are among the tasks, the average is over these and called zeroshot8, whatever else
-    was measured. None of less than two tasks, or of scores that are no shares. Samples are independent, so
-    errors add up by their squares.
+    Where the paper's eight are among the tasks, the average is over these and called zeroshot8. None is of
+    less than two tasks, or of scores that are no shares. Errors of independent samples add by their squares.
     """
     alike: dict[tuple[int | None, str], dict[tuple[Any, ...], dict[tuple[str, str | None], Entry]]] = {}
+    of_model = ("precision", *CODING, "fit_sha256", "reference_model")
     for entry in entries:
         if entry["kind"] == "task":
-            model = tuple(
-                entry.get(field) for field in ("precision", *CODING, "fit_sha256", "reference_model")
-            )
+            model = tuple(entry.get(field) for field in of_model)
             by_model = alike.setdefault((entry["limit"], entry["device"]), {})
             by_model.setdefault(model, {})[entry["task"], entry["data_sha256"]] = entry
     found = []
@@ -174,11 +163,8 @@ def averages(entries: Iterable[Entry]) -> list[Entry]:
         is_paper = PAPER_TASKS.keys() <= {name for name, _ in every}
         tasks = [task for task in every if task[0] in PAPER_TASKS or not is_paper]
         data = hashlib.sha256(json.dumps(sorted(tasks, key=str)).encode()).hexdigest()
-        about = {
-            "task": ZEROSHOT8 if is_paper else f"average of {len(tasks)}",
-            "metric": "acc",
-            "data_sha256": data,
-        }
+        name = ZEROSHOT8 if is_paper else f"average of {len(tasks)}"
+        about = {"task": name, "metric": "acc", "data_sha256": data}
         for measured in by_model.values():
             own = [measured[task] for task in tasks if task in measured]
             if 1 < len(own) == len(tasks) and all(is_share(entry["metric"]) for entry in own):
@@ -191,25 +177,19 @@ def averages(entries: Iterable[Entry]) -> list[Entry]:
 
 
 class Record:
-    """The record of a model while it is evaluated, kept in a directory; with None for a directory, in memory
-    only.
-    """
+    """The record of a model while it is evaluated, kept in a directory; with None, in memory only."""
 
     def __init__(self, model: str, directory: Path | None) -> None:
         self._model, self._directory, self._quality = model, directory, Quality(model)
+        self.path = directory and directory / QUALITY_FILE
         self._quality = self._read()
-
-    @property
-    def path(self) -> Path | None:
-        """Where the record is kept."""
-        return self._directory and self._directory / QUALITY_FILE
 
     def find(self, wanted: Mapping[str, Any]) -> Entry | None:
         """The entry that `wanted` identifies, if it has been measured."""
         return self._quality.find(wanted)
 
     def add(self, entry: Entry) -> None:
-        """Keep a measurement, on disk before this returns; what another process added in the meantime stays."""
+        """Keep a measurement, on disk before this returns; what another process added meanwhile stays."""
 
         def updated() -> str:
             self._quality = self._read().including(entry)

@@ -1,5 +1,4 @@
-"""The files that measuring leaves and reads again: what each of their fields may be, in one place, for
-pydantic to check.
+"""The files that measuring leaves and reads again: what each of their fields may be, for pydantic to check.
 
 Files travel with models and runs and so come from strangers. `check` looks at all of one and changes nothing
 of it: numbers stay as they were written. Fields that are not named here are let through in what a run leaves,
@@ -14,15 +13,8 @@ from datetime import date
 from functools import cache
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-    with_config,
-)
+import pydantic
+from pydantic import AfterValidator, BeforeValidator, Field
 from typing_extensions import TypedDict  # pydantic asks for this one before Python 3.12
 
 from otaro.file.coding import is_group_size, is_reconstruction
@@ -40,20 +32,18 @@ _LARGEST_ERROR = 1e30  # squared and summed: weights are below 2^16
 
 
 def check(kind: Any, stored: object) -> Any:
-    """What is stored, if it is such a record; else a ValueError that names the first field that is not as it
-    should be.
-    """
+    """What is stored, if it is such a record; else a ValueError that names the first wrong field."""
     try:
         _adapter(kind).validate_python(stored, strict=True)
-    except ValidationError as error:
+    except pydantic.ValidationError as error:
         raise ValueError(_worded(error)) from None
     return stored
 
 
-_adapter = cache(TypeAdapter)
+_adapter = cache(pydantic.TypeAdapter)
 
 
-def _worded(error: ValidationError) -> str:
+def _worded(error: pydantic.ValidationError) -> str:
     """`entries.0.window: input should be greater than 0, not '-1'`."""
     first = error.errors(include_url=False, include_context=False)[0]
     tagged = first["type"].startswith("union_tag")
@@ -63,6 +53,11 @@ def _worded(error: ValidationError) -> str:
     if first["type"] not in ("missing", "extra_forbidden") and not isinstance(first["input"], dict | list):
         told += f", not {str(first['input'])[:40]!r}"
     return told if told.isprintable() else ascii(told)
+
+
+def _that(holds: Callable[[Any], bool], words: str) -> AfterValidator:
+    """A rule that values of a type keep; `words` say so where one does not."""
+    return AfterValidator(_rule(holds, words))
 
 
 def _rule(holds: Callable[[Any], bool], words: str) -> Callable[[Any], Any]:
@@ -91,12 +86,10 @@ def _is_chosen(value: str) -> bool:
 # What runs leave --------------------------------------------------------------------------------------------
 
 _choices = ", ".join(PRECISION_NAMES)
-PrecisionName = Annotated[
-    str, AfterValidator(_rule(PRECISION_NAMES.__contains__, f"it should be one of {_choices}"))
-]
+PrecisionName = Annotated[str, _that(PRECISION_NAMES.__contains__, f"it should be one of {_choices}")]
 # a run may leave NaN or infinity
 Number = Annotated[float, BeforeValidator(_rule(is_exact, "it should be a number"))]
-Above = Annotated[Number, AfterValidator(_rule(lambda value: not value <= 0, "it should be above zero"))]
+Above = Annotated[Number, _that(lambda value: not value <= 0, "it should be above zero")]
 Whole = Annotated[int, Field(ge=0, lt=_EXACT)]
 Positive = Annotated[int, Field(gt=0, lt=_EXACT)]
 Matrix = list[list[Number | None]]
@@ -175,9 +168,7 @@ def _are_square(found: _Gradients) -> bool:
     return all(len(matrix) == size and all(len(row) == size for row in matrix) for matrix in matrices)
 
 
-Gradients = Annotated[
-    _Gradients, AfterValidator(_rule(_are_square, "overall or a module is not a matrix of the precisions"))
-]
+Gradients = Annotated[_Gradients, _that(_are_square, "overall or a module is not a matrix of the precisions")]
 """gradients.json of `otaro analyze`."""
 
 
@@ -185,35 +176,25 @@ Gradients = Annotated[
 
 Count = Annotated[int, Field(gt=0, lt=1 << 63)]
 # NaN is not
-Figure = Annotated[float, AfterValidator(_rule(lambda value: abs(value) < _HUGE, "it should be finite"))]
+Figure = Annotated[float, _that(lambda value: abs(value) < _HUGE, "it should be finite")]
 Speed = Annotated[Figure, Field(gt=0)]
-Name = Annotated[
-    str,
-    Field(min_length=1, max_length=LONGEST),
-    AfterValidator(_rule(str.isprintable, "it should be printable")),
-]
-Digest = Annotated[str, AfterValidator(_rule(is_digest, "it should be a SHA-256"))]
-Day = Annotated[
-    str,
-    AfterValidator(
-        _rule(lambda value: date.fromisoformat(value).isoformat() == value, "it should be a date")
-    ),
-]
-_closed = with_config(ConfigDict(extra="forbid"))
+_shown = _that(str.isprintable, "it should be printable")
+Name = Annotated[str, Field(min_length=1, max_length=LONGEST), _shown]
+Digest = Annotated[str, _that(is_digest, "it should be a SHA-256")]
+Day = Annotated[str, _that(lambda day: date.fromisoformat(day).isoformat() == day, "it should be a date")]
+GroupSize = Annotated[int, _that(is_group_size, "it should be a multiple of 32")]
+Reconstruction = Annotated[str, _that(is_reconstruction, "it should be midpoint or truncate")]
+_closed = pydantic.with_config(pydantic.ConfigDict(extra="forbid"))
 _KV = ("float16", *PRECISION_NAMES[1:])
 
 
 class At(TypedDict):
     """What every entry is identified by, besides its kind."""
 
-    precision: Annotated[str, AfterValidator(_rule(_is_chosen, f"it should be a fit or one of {_choices}"))]
+    precision: Annotated[str, _that(_is_chosen, f"it should be a fit or one of {_choices}")]
     fit_sha256: NotRequired[Digest]
-    group_size: NotRequired[
-        Annotated[int, AfterValidator(_rule(is_group_size, "it should be a multiple of 32"))]
-    ]
-    reconstruction: NotRequired[
-        Annotated[str, AfterValidator(_rule(is_reconstruction, "it should be midpoint or truncate"))]
-    ]
+    group_size: NotRequired[GroupSize]
+    reconstruction: NotRequired[Reconstruction]
     device: Name
     reference_model: NotRequired[Digest]
 
@@ -226,9 +207,7 @@ class OnText(At):
     window: Count
     tokens: Count
     bos: bool
-    kv: NotRequired[
-        Annotated[str, AfterValidator(_rule(_KV.__contains__, "it should be float16 or a precision"))]
-    ]
+    kv: NotRequired[Annotated[str, _that(_KV.__contains__, "it should be float16 or a precision")]]
 
 
 class _Made(TypedDict):
@@ -276,10 +255,8 @@ def _has_its_coding(entry: At) -> bool:
 
 Entry = Annotated[
     Annotated[_Perplexity | _Divergence | _Task, Field(discriminator="kind")],
-    AfterValidator(
-        _rule(_has_its_fit, "fit_sha256 goes with the name of a fit, and with no other precision")
-    ),
-    AfterValidator(_rule(_has_its_coding, "group_size and reconstruction go with every precision but full")),
+    _that(_has_its_fit, "fit_sha256 goes with the name of a fit, and with no other precision"),
+    _that(_has_its_coding, "group_size and reconstruction go with every precision but full"),
 ]
 
 

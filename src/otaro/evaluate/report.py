@@ -29,7 +29,6 @@ from otaro.evaluate.run_folder import (
     recipe_of,
 )
 from otaro.file.atomic import write_text
-from otaro.file.summary import Summary
 from otaro.readable import size
 from otaro.sefp.precision import Precision
 
@@ -69,23 +68,17 @@ class _Report:
         after = next((one for one in series if one.run == run.name and one.stage == stage_of(run.name)), None)
         baselines = [one for one in series if one.stage == "before" and one is not after]
         before = next((one for one in baselines if one.run in (BEFORE, run.name)), None)
-        sizes = _bytes(run.summary)
+        sizes = _bytes(run)
         present = [name for name in NAMES[1:] if name in sizes or (after and name in after.values)]
         if not present:
             return f"<h1>{escape(run.name)}</h1><p class=lede>Nothing has been measured of it yet.</p>"
         title = f"<h1>One model, {_WORDS[len(present)]} precision{'s' * (len(present) > 1)}</h1>"
         tiles = "".join(_tile(name, run, after, before) for name in present)
         commands = [*(after.commands if after else []), *([_inspect(run)] if run.summary else [])]
-        caption = (
-            f"Perplexity of {run.name} on {text.what}, lower is better; size; {BITS}."
-            if after
-            else f"Size; {BITS}."
-        )
-        return (
-            f"{title}<p class=lede>{_lede(run, after, before, series, present)}</p><dl "
-            f"class=tiles>{tiles}</dl>"
-            f"<div class=caption>{escape(caption)} {made_by(commands)}</div>"
-        )
+        told = f"Perplexity of {run.name} on {text.what}, lower is better; size" if after else "Size"
+        lede = f"<p class=lede>{_lede(run, after, before, series, present)}</p>"
+        caption = f"<div class=caption>{escape(f'{told}; {BITS}.')} {made_by(commands)}</div>"
+        return f"{title}{lede}<dl class=tiles>{tiles}</dl>{caption}"
 
     # Quality.
 
@@ -113,28 +106,23 @@ class _Report:
             hint += " Before tuning it is far above, and in the table."
         chart = charts.by_precision(points, self.names, f"% above {above}", from_zero=True)
         figures = self.page.figure(title, hint, commands, chart, text.what, text.digest)
-        sizes = {run.name: _bytes(run.summary) for run in self.runs}
+        sizes = {(run.name, name): count for run in self.runs for name, count in _bytes(run).items()}
         if sized := [
-            {**point, "megabytes": sizes[point["run"]][point["precision"]] / 1e6}
+            {**point, "megabytes": sizes[point["run"], point["precision"]] / 1e6}
             for point in _points(tuned)
-            if point["precision"] in sizes.get(point["run"], {})
+            if (point["run"], point["precision"]) in sizes
         ]:
             note = "What every megabyte buys: the points of a line are one file, cut at its shards."
             chart = charts.size_curve(sized, self.names)
             figures += self.page.figure(f"Perplexity on {where}, by size", note, commands, chart, text.what)
         note = "The small figure is the difference from the finest measured."
-        return f"<div class=pair>{figures}</div>" + _by_precision(
-            f"Perplexity on {where}, by precision", series, _perplexity_cell, note
-        )
+        values = _by_precision(f"Perplexity on {where}, by precision", series, _perplexity_cell, note)
+        return f"<div class=pair>{figures}</div>{values}"
 
     def _short(self, text: About) -> str:
         """A text without how it was read, where that tells it from the others."""
-        name = text.what.partition(" (")[0]
-        return (
-            name
-            if [other.what.partition(" (")[0] for other in self.perplexities].count(name) == 1
-            else text.what
-        )
+        name, *others = (one.what.partition(" (")[0] for one in (text, *self.perplexities))
+        return name if others.count(name) == 1 else text.what
 
     def _tasks(self) -> str:
         if not (tasks := measured(self.runs, "task")):
@@ -145,33 +133,28 @@ class _Report:
             figures += self.page.figure(task.what, "", _commands(series), chart, digest=task.digest)
         names = _present(one for series in tasks.values() for one in series)
         rows = [
-            [task.what, one.run, *(_score_cell(one, name) for name in names)]
+            [task.what, one.run, *(_cell(one, name, "{:.3f}", "±{:.3f}") for name in names)]
             for task, series in tasks.items()
             for one in series
         ]
         commands = [command for series in tasks.values() for command in _commands(series)]
         note = "Higher is better. The small figure is the standard error."
         headings = ["task", "run", *map(shown, names)]
-        return f"<div class=grid>{figures}</div>" + table(
-            "Accuracy by task", headings, rows, commands, note, words=2
-        )
+        scores = table("Accuracy by task", headings, rows, commands, note, words=2)
+        return f"<div class=grid>{figures}</div>{scores}"
 
     def _divergence(self) -> str:
-        parts = []
+        told = ""
+        hint = "Kullback-Leibler divergence of the next-token distributions, in nats. Lower is better."
+        note = "In nats. The small figure is how often the likeliest token is the same."
         for text, series in measured(self.runs, "divergence").items():
             chart = charts.by_precision(_points(series), self.names, "divergence (nats)")
-            hint = "Kullback-Leibler divergence of the next-token distributions, in nats. Lower is better."
-            parts.append(
-                self.page.figure(
-                    f"Divergence from {text.what}", hint, _commands(series), chart, digest=text.digest
-                )
-            )
-            note = "In nats. The small figure is how often the likeliest token is the same."
-            parts.append(_by_precision("Divergence by precision", series, _divergence_cell, note))
+            title, made = f"Divergence from {text.what}", _commands(series)
+            told += self.page.figure(title, hint, made, chart, digest=text.digest)
+            told += _by_precision("Divergence by precision", series, _divergence_cell, note)
         reference = "the unquantized model" if self.runs[0].nested is None else "its finest precision"
-        return "".join(parts) or self._missing(
-            f"divergence from {reference}", "otaro eval {model} --precision all --text FILE --divergence"
-        )
+        command = "otaro eval {model} --precision all --text FILE --divergence"
+        return told or self._missing(f"divergence from {reference}", command)
 
     # Size and speed.
 
@@ -179,7 +162,7 @@ class _Report:
         alike: dict[tuple[tuple[str, int], ...], list[Run]] = {}
         for run in self.runs:
             if run.summary is not None:
-                alike.setdefault(tuple(_bytes(run.summary).items()), []).append(run)
+                alike.setdefault(tuple(_bytes(run).items()), []).append(run)
         return "".join(map(_sizes, alike.values())) or self._missing("sizes", "otaro pack {model} OUT")
 
     def _speed(self) -> str:
@@ -187,37 +170,24 @@ class _Report:
         alike: dict[tuple[str, str], list[Run]] = {}
         for run in self.runs:
             if (found := run.bench) is not None:
-                timed = found["settings"]
-                place = f"{found['machine']}, kernels {found['kernels']}, {found['threads']} threads"
-                how = (
-                    f"decode of {timed['tokens']} tokens after {timed['context']}, prefill of "
-                    f"{timed['prompt_tokens']}"
-                )
+                place = "{machine}, kernels {kernels}, {threads} threads".format(**found)
+                how = "decode of {tokens} tokens after {context}, prefill of {prompt_tokens}"
+                how = how.format(**found["settings"])
                 alike.setdefault((place, how), []).append(run)
-        parts = []
+        parts, ways = [], ("decode", "prefill")
         for (place, how), runs in alike.items():
             timed = [(run.name, row) for run in runs if run.bench for row in run.bench["precisions"]]
-            series = [
-                Series(
-                    run.name,
-                    stage_of(run.name),
-                    {row["precision"]: row["decode"] for name, row in timed if name == run.name},
-                )
-                for run in runs
-            ]
+            series = []
+            for run in runs:
+                speeds = {row["precision"]: row["decode"] for name, row in timed if name == run.name}
+                series.append(Series(run.name, stage_of(run.name), speeds))
             chart = charts.by_precision(_points(series), self.names, "tokens per second", from_zero=True)
             commands = [_bench_command(run) for run in runs]
             note = f"One sequence, {how}; the median of rounds in turns. Higher is better."
             parts.append(self.page.figure(f"Decode speed on {place}", note, commands, chart))
             headings = ["precision", "run", "decode, tokens/s", "prefill, tokens/s", "weights per token"]
             rows = [
-                [
-                    row["precision"],
-                    name,
-                    f"{row['decode']:,.0f}",
-                    f"{row['prefill']:,.0f}",
-                    size(row["weight_bytes"]),
-                ]
+                [row["precision"], name, *(f"{row[way]:,.0f}" for way in ways), size(row["weight_bytes"])]
                 for name, row in timed
             ]
             parts.append(table("Speed by precision", headings, rows, commands, words=2))
@@ -237,44 +207,32 @@ class _Report:
             if has_full_pass(run.tuning):
                 counts[FULL], note = len(run.log), f"Where full counts every step, each has {FULL_PASS}."
             rows.append([run.name, recipe_of(run.tuning), *(f"{count:,}" for count in counts.values())])
-        steps = table(
-            "Steps at each precision", headings, rows, [run.command for run in logged], note, words=2
-        )
+        commands = [run.command for run in logged]
+        steps = table("Steps at each precision", headings, rows, commands, note, words=2)
         return "".join(map(self._training_of, logged)) + steps
 
     def _training_of(self, run: Run) -> str:
-        made = [run.command]
-        lost = sum(not math.isfinite(step.cross_entropy) for step in run.log)
-        note = (
-            "Of the labels alone, so that precisions compare. Dots are steps, lines are means over "
-            "stretches of steps."
-        )
-        if all(step.cross_entropy == step.loss for step in run.log) and (run.tuning or {})["options"].get(
-            "distill"
-        ):
-            note = (
-                "This log has no cross-entropy: the loss, at some precisions mixed with divergence. Do "
-                "not compare."
-            )
+        assert run.tuning is not None
+        made, log = [run.command], run.log
+        lost = sum(not math.isfinite(step.cross_entropy) for step in log)
+        note = "Of the labels alone, so that precisions compare. Dots are steps, "
+        note += "lines are means over stretches of steps."
+        if all(step.cross_entropy == step.loss for step in log) and run.tuning["options"].get("distill"):
+            note = "This log has no cross-entropy: the loss, at some precisions mixed with divergence."
+            note += " Do not compare."
         note += f" {lost:,} steps without a finite loss are left out." if lost else ""
-        figures = self.page.figure(f"Cross-entropy by step, {run.name}", note, made, charts.training(run.log))
-        if len({step.precision for step in run.log}) > 1:
-            held = sum(not step.applied for step in run.log)
-            note = (
-                f"The precision of each of {len(run.log):,} steps; the fuller the colour, the larger its "
-                "share."
-            )
-            note += (
-                " Besides, every step has a pass in full precision."
-                if has_full_pass(run.tuning or {})
-                else ""
-            )
+        figures = self.page.figure(f"Cross-entropy by step, {run.name}", note, made, charts.training(log))
+        if len({step.precision for step in log}) > 1:
+            held = sum(not step.applied for step in log)
+            note = f"The precision of each of {len(log):,} steps;"
+            note += " the fuller the colour, the larger its share."
+            note += " Besides, every step has a pass in full precision." * has_full_pass(run.tuning)
             note += f" Gradients of {held:,} steps were held back and applied later." if held else ""
-            figures += self.page.figure(f"Search path, {run.name}", note, made, charts.path(run.log))
+            figures += self.page.figure(f"Search path, {run.name}", note, made, charts.path(log))
         return f"<div class=pair>{figures}</div>"
 
     def _gradients(self) -> str:
-        parts = []
+        told, command = "", "otaro analyze gradients {checkpoint} --text FILE"
         for run in self.runs:
             if (found := run.gradients) is not None:
                 made = [str(found.get("command", "otaro analyze gradients"))]
@@ -282,27 +240,23 @@ class _Report:
                     self.page.figure(f"{figure.title}, {run.name}", figure.note, made, figure.draw(found))
                     for figure in charts.GRADIENTS
                 )
-                parts.append(f"<div class=pair>{figures}</div>")
-        return "".join(parts) or self._missing(
-            "analysis of gradients", "otaro analyze gradients {checkpoint} --text FILE"
-        )
+                told += f"<div class=pair>{figures}</div>"
+        return told or self._missing("analysis of gradients", command)
 
     def _missing(self, what: str, command: str) -> str:
         """A line in place of what is absent."""
         run = self.runs[0]
         places = {"run": run.path, "model": run.nested or run.checkpoint, "checkpoint": run.checkpoint}
         quoted = {name: shlex.quote(str(path)) if path else "MODEL" for name, path in places.items()}
-        return (
-            f"<p class=missing>No {what} here. <code>{escape(command.format(**quoted))}</code> makes it.</p>"
-        )
+        typed = escape(command.format(**quoted))
+        return f"<p class=missing>No {what} here. <code>{typed}</code> makes it.</p>"
 
 
 def _lede(
     run: Run, after: Series | None, before: Series | None, series: Sequence[Series], present: Sequence[str]
 ) -> str:
     """The result in a sentence or two."""
-    finest, coarsest = present[0], present[-1]
-    sizes = _bytes(run.summary)
+    finest, coarsest, sizes = present[0], present[-1], _bytes(run)
     sentences = []
     if finest != coarsest and {finest, coarsest} <= sizes.keys():
         sentences.append(
@@ -315,10 +269,8 @@ def _lede(
             for other in series
             if other is not after and (there := _cost(other, finest, coarsest)) is not None
         ]
-        more = f" ({'; '.join(others)})" if others else ""
-        sentences.append(
-            f"From {finest} down to {coarsest} perplexity changes by <strong>{cost:+,.1%}</strong>{more}."
-        )
+        changes = f"<strong>{cost:+,.1%}</strong>" + (f" ({'; '.join(others)})" if others else "")
+        sentences.append(f"From {finest} down to {coarsest} perplexity changes by {changes}.")
     return " ".join(sentences)
 
 
@@ -331,7 +283,8 @@ def _cost(series: Series, finest: str, coarsest: str) -> float | None:
 
 
 def _tile(name: str, run: Run, after: Series | None, before: Series | None) -> str:
-    sizes, bits = _bytes(run.summary), _bits(run.summary)
+    sizes = _bytes(run)
+    bits = {row.precision: row.bits_per_weight for row in run.summary.precisions} if run.summary else {}
     lines = [f"<dt>{name}</dt>"]
     if after and name in after.values:
         lines.append(f"<dd class=figure>{_number(after.values[name])}</dd>")
@@ -348,18 +301,16 @@ def _sizes(runs: Sequence[Run]) -> str:
     """Of runs whose models take the same."""
     summary = runs[0].summary
     assert summary is not None
-    sizes = _bytes(summary)
+    sizes = _bytes(runs[0])
     rows = [["FP16", size(2 * (summary.packed_weights + summary.other_parameters)), "16.000", "100.0%"]]
     for row in summary.precisions:
         if row.bytes is not None:
-            rows.append(
-                [row.precision, size(row.bytes), f"{row.bits_per_weight:.3f}", f"{row.ratio_to_fp16:.1%}"]
-            )
+            shares = f"{row.bits_per_weight:.3f}", f"{row.ratio_to_fp16:.1%}"
+            rows.append([row.precision, size(row.bytes), *shares])
     note = (
-        "Each precision is a prefix of the next finer one: "
-        f"all {_WORDS[len(sizes)]} together take {size(max(sizes.values()))}, "
-        f"where separate files would take {size(sum(sizes.values()))}. FP16 is two bytes for every weight. "
-        f"Here and elsewhere bits are {BITS}, what is not packed included."
+        f"Each precision is a prefix of the next finer one: all {_WORDS[len(sizes)]} together take "
+        f"{size(max(sizes.values()))}, where separate files would take {size(sum(sizes.values()))}. FP16 is "
+        f"two bytes for every weight. Here and elsewhere bits are {BITS}, what is not packed included."
     )
     title = f"Size of {', '.join(run.name for run in runs)}"
     return table(title, ["precision", "size", "bits per weight", "of FP16"], rows, map(_inspect, runs), note)
@@ -412,15 +363,9 @@ def _inspect(run: Run) -> str:
     return shlex.join(["otaro", "inspect", str(run.nested)])
 
 
-def _bytes(summary: Summary | None) -> dict[str, int]:
-    return (
-        {row.precision: row.bytes for row in summary.precisions if row.bytes is not None} if summary else {}
-    )
-
-
-def _bits(summary: Summary | None) -> dict[str, float]:
-    """Of the whole model, what is not packed included."""
-    return {row.precision: row.bits_per_weight for row in summary.precisions} if summary else {}
+def _bytes(run: Run) -> dict[str, int]:
+    rows = run.summary.precisions if run.summary else []
+    return {row.precision: row.bytes for row in rows if row.bytes is not None}
 
 
 # What numbers look like in tables; a dash stands for one that is not there.
@@ -444,18 +389,14 @@ def _perplexity_cell(series: Series, name: str) -> Cell:
     return _number(values[name]), note
 
 
-def _score_cell(series: Series, name: str) -> Cell:
-    """A score and its standard error."""
-    error = series.besides.get(name)
-    return (
-        (f"{series.values[name]:.3f}", "" if error is None else f"±{error:.3f}")
-        if name in series.values
-        else ("–", "")
-    )
+def _cell(series: Series, name: str, form: str, beside: str) -> Cell:
+    """A figure, and what was measured beside it."""
+    if name not in series.values:
+        return "–", ""
+    other = series.besides.get(name)
+    return form.format(series.values[name]), "" if other is None else beside.format(other)
 
 
 def _divergence_cell(series: Series, name: str) -> Cell:
     """With how often the likeliest token is the same."""
-    return (
-        (f"{series.values[name]:.4f}", f"{series.besides[name]:.1%}") if name in series.values else ("–", "")
-    )
+    return _cell(series, name, "{:.4f}", "{:.1%}")

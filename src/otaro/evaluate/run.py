@@ -1,5 +1,4 @@
-"""One evaluation: what is to be measured, what of it is in the record already, and the rest, one measurement
-at a time.
+"""One evaluation: what is to be measured, what of it is in the record already, and the rest, one by one.
 
 Every measurement is an entry of the quality record (`evaluate.quality`), kept as soon as it is made. So an
 evaluation that was interrupted goes on where it stopped, and one that was finished measures nothing.
@@ -17,6 +16,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
+from functools import partial
+from itertools import product
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from otaro.evaluate.quality import Entry, Record, identity
 from otaro.evaluate.records import FULL, LONGEST
 from otaro.evaluate.subject import Subject
 from otaro.evaluate.text import Text
-from otaro.evaluate.windows import KvReader, Meter, ModelReader, Reader, Windows, choose_window, read
+from otaro.evaluate.windows import KvReader, ModelReader, Reader, Windows, choose_window, read
 from otaro.readable import duration
 from otaro.tokens import begins_with_bos
 
@@ -85,18 +86,12 @@ class Evaluation:
         self._tasks = Tasks(wanted.tasks, wanted.data_dir) if wanted.tasks else None
         if wanted.kv and self._tasks is not None:
             raise OtaroError("--kv is measured on a text; leave --tasks for another command")
-        kvs: tuple[str | None, ...] = wanted.kv or (None,)
-        at = [
-            (precision, kv)
-            for kv in kvs
-            for precision in subject.precisions
-            if kv is None or precision != FULL
-        ]
-        if wanted.kv and not at:
-            raise OtaroError(
-                f"--kv needs the decoder, which runs packed weights: give another --precision than {FULL}"
-            )
-        self.plan = [entry for precision, kv in at for entry in self._entries_at(precision, kv)]
+        precisions = [one for one in subject.precisions if one != FULL] if wanted.kv else subject.precisions
+        if not precisions:
+            packed = "--kv needs the decoder, which runs packed weights"
+            raise OtaroError(f"{packed}: give another --precision than {FULL}")
+        at = product(wanted.kv or (None,), precisions)
+        self.plan = [entry for kv, precision in at for entry in self._entries_at(precision, kv)]
 
     def run(
         self,
@@ -106,8 +101,7 @@ class Evaluation:
         again: bool = False,
         progress: Progress = lambda what, done, total: None,
     ) -> list[Entry]:
-        """The entries of `plan` with their outcomes; those not found in the record are measured and kept in
-        it one by one.
+        """The entries of `plan` with their outcomes; those not in the record are measured, kept one by one.
 
         `progress` gets what is being measured, after the first window with how long all readings will take,
         and how much is done: of the tokens of all readings, or of a task's requests. A measurement that does
@@ -116,40 +110,29 @@ class Evaluation:
         overflowed = []
         entries = [None if again else record.find(entry) for entry in self.plan]
         missing = [number for number, entry in enumerate(entries) if entry is None]
-        for number in missing:
-            if self._tasks is not None and self.plan[number]["kind"] == "task":
-                # data that cannot be had is better missed now than in an hour
-                self._tasks.prepare(self.plan[number]["task"])
-        readings = _Readings(
-            self.subject, self._readings([self.plan[number] for number in missing]), progress
-        )
-        for done, number in enumerate(missing):
-            entry = self.plan[number]
+        to_make = [self.plan[number] for number in missing]
+        for entry in to_make:
+            if self._tasks is not None and entry["kind"] == "task":
+                self._tasks.prepare(entry["task"])  # data that cannot be had is better missed now
+        readings = _Readings(self.subject, self._readings(to_make), progress)
+        for done, (number, entry) in enumerate(zip(missing, to_make, strict=True)):
             kv = f" with keys and values in {entry['kv']}" if "kv" in entry else ""
             at = f"{entry['precision']} {entry.get('task', entry['kind'])}{kv}, {done + 1} of {len(missing)}"
-            outcome = (
-                self._task(entry, progress, at) if entry["kind"] == "task" else readings.outcome(entry, at)
-            )
-            if odd := [
-                value for value in outcome.values() if isinstance(value, float) and not isfinite(value)
-            ]:
+            is_task = entry["kind"] == "task"
+            outcome = self._task(entry, progress, at) if is_task else readings.outcome(entry, at)
+            numbers = [value for value in outcome.values() if isinstance(value, float)]
+            if odd := [value for value in numbers if not isfinite(value)]:
                 overflowed.append(f"{at}: comes out as {odd[0]}")
             else:
-                circumstances = {
-                    "command": self._command(entry),
-                    "date": date.today().isoformat(),
-                    "versions": versions,
-                }
-                entries[number] = finished = {**entry, **outcome, **circumstances}
+                today = date.today().isoformat()
+                made = {"command": self._command(entry), "date": today, "versions": versions}
+                entries[number] = finished = {**entry, **outcome, **made}
                 record.add(finished)
-            if not readings.need_full and not any(
-                self.plan[n]["precision"] == FULL for n in missing[done + 1 :]
-            ):
+            if not readings.need_full and all(one["precision"] != FULL for one in to_make[done + 1 :]):
                 self.subject.release_full()
         if overflowed:
-            raise OtaroError(
-                f"the model's outputs overflow ({'; '.join(overflowed)}); everything else has been measured"
-            )
+            told = "; ".join(overflowed)
+            raise OtaroError(f"the model's outputs overflow ({told}); everything else has been measured")
         return [entry for entry in entries if entry is not None]
 
     def _cut(self, text: Text, tokenizer: Any) -> Windows:
@@ -158,9 +141,8 @@ class Evaluation:
         if original is not None:
             their_bos = begins_with_bos(original.tokenizer) if self.wanted.bos else None
             if their_bos != bos or not torch.equal(text.ids(original.tokenizer), ids):
-                raise OtaroError(
-                    f"--reference {original.model} has another tokenizer: it reads {text.name} otherwise"
-                )
+                other = f"--reference {original.model} has another tokenizer"
+                raise OtaroError(f"{other}: it reads {text.name} otherwise")
         window = choose_window(self.subject.config, self.wanted.window)
         return Windows(ids, window, self.wanted.stride or window, bos)
 
@@ -173,13 +155,9 @@ class Evaluation:
         if precision in subject.fits:
             at["fit_sha256"] = subject.fits[precision].sha256
         if text is not None and windows is not None:
-            size = {"window": windows.window, "tokens": len(windows.ids), "bos": windows.bos is not None}
-            on_text = {
-                "text": text.name,
-                "text_sha256": text.sha256,
-                **size,
-                **({} if kv is None else {"kv": kv}),
-            }
+            on_text = {"text": text.name, "text_sha256": text.sha256, "window": windows.window}
+            on_text |= {"tokens": len(windows.ids), "bos": windows.bos is not None}
+            on_text |= {} if kv is None else {"kv": kv}
             yield {"kind": "perplexity", **at, **on_text, "stride": self.stride}
             if self.wanted.divergence and (precision, kv) != (subject.reference, None):
                 yield {"kind": "divergence", **at, **on_text, "reference": subject.reference, **elsewhere}
@@ -209,15 +187,9 @@ class Evaluation:
 
     def _task(self, entry: Entry, progress: Progress, at: str) -> dict[str, Any]:
         assert self._tasks is not None  # or there would be no such entry
-        score = self._tasks.measure(
-            entry["task"],
-            self.subject.at(entry["precision"], progress),
-            self.subject.tokenizer,
-            limit=self.wanted.limit,
-            batch_size=self.wanted.batch_size,
-            progress=lambda done, total: progress(at, done, total),
-        )
-        return asdict(score)
+        measure = partial(self._tasks.measure, limit=self.wanted.limit, batch_size=self.wanted.batch_size)
+        model = self.subject.at(entry["precision"], progress)
+        return asdict(measure(entry["task"], model, self.subject.tokenizer, progress=partial(progress, at)))
 
     def _command(self, entry: Entry) -> str:
         """What to type to measure this entry alone."""
@@ -228,14 +200,8 @@ class Evaluation:
             words += ["--limit", str(self.wanted.limit)] if self.wanted.limit is not None else []
             words += ["--batch-size", str(self.wanted.batch_size)]
         elif self.wanted.text is not None:
-            words += [
-                "--text",
-                self.wanted.text.source,
-                "--window",
-                str(self.window),
-                "--stride",
-                str(self.stride),
-            ]
+            words += ["--text", self.wanted.text.source]
+            words += ["--window", str(self.window), "--stride", str(self.stride)]
             words += [] if self.wanted.bos else ["--no-bos"]
             words += ["--kv", entry["kv"]] if "kv" in entry else []
             words += ["--divergence"] if entry["kind"] == "divergence" else []
@@ -295,11 +261,9 @@ class _Readings:
             self._reference = kept
         for key, meter in meters.items():
             if isinstance(meter, Loss):
-                self._outcomes[key] = {
-                    "value": meter.perplexity,
-                    "tokens_per_second": len(windows.ids) / seconds,
-                }
-            elif isinstance(meter, Divergence):
+                speed = len(windows.ids) / seconds
+                self._outcomes[key] = {"value": meter.perplexity, "tokens_per_second": speed}
+            else:
                 self._outcomes[key] = {"kl": meter.kl, "agreement": meter.agreement}
 
     def _reader(self, reading: Reading) -> Reader:
@@ -308,7 +272,7 @@ class _Readings:
         comparing = any(entry["kind"] == "divergence" for entry in reading.entries)
         return ModelReader(self._subject.at(reading.precision, self._progress), comparing=comparing)
 
-    def _meter(self, entry: Entry, windows: Windows) -> Meter:
+    def _meter(self, entry: Entry, windows: Windows) -> Loss | Divergence:
         if entry["kind"] == "perplexity":
             return Loss(windows.bos is not None)
         assert self._reference is not None  # its reading is the first

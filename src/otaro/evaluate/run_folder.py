@@ -1,5 +1,4 @@
-"""What `otaro report` is given, read and checked: the run folders of `otaro tune`, and models that carry
-their measurements.
+"""What `otaro report` is given, read and checked: run folders of `otaro tune`, and measured models.
 
 A run folder holds config.json, log.jsonl and perplexity.json of the tuning, and two forms of the tuned model,
 `nested` and `model`, each perhaps with a quality.json that `otaro eval` wrote. A model directory, nested or
@@ -41,8 +40,7 @@ NAMES = PRECISION_NAMES
 METHOD_OF = {"best": "uniform", "paper": "otaro"}  # of the recipes
 FULL_PASS = (
     "a pass in full precision beside the one at its own, which keeps the fine precisions where tuning as "
-    "usual has them: they "
-    "need no steps of their own"
+    "usual has them: they need no steps of their own"
 )
 BENCH_SETTINGS = tuple(records.BenchSettings.__annotations__)
 _FLAGS = {"exploration": "lambda"}  # where an option's flag is not its name
@@ -77,9 +75,7 @@ class Run:
     quality: list[Entry]
     """Entries of quality.json."""
     coding: Coding | None
-    """How weights become codes: as in the nested file, else as the checkpoint was tuned, else as it was
-    measured first.
-    """
+    """As in the nested file, else as the checkpoint was tuned, else as it was measured first."""
     gradients: dict[str, Any] | None
     checkpoint: Path | None
     """The directory of the model as an ordinary checkpoint, or where tuning would put it."""
@@ -96,40 +92,25 @@ class Run:
         assert self.tuning is not None
         count = self.tuning.get("processes", 1)
         words = ["torchrun", "--nproc_per_node", str(count), "-m", "otaro"] if count > 1 else ["otaro"]
-        words += [
-            "tune",
-            str(self.tuning["model"]),
-            "--data",
-            str(self.tuning["data"]),
-            "--out",
-            str(self.path),
-        ]
+        model, data = str(self.tuning["model"]), str(self.tuning["data"])
+        words += ["tune", model, "--data", data, "--out", str(self.path)]
         said = {"revision": self.tuning.get("revision"), **self.tuning["options"], **self.tuning["training"]}
         # its own share in full precision, which a named method would take away
         of_recipe = said.get("full", 0.0) is None
         for name, value in said.items():
             if of_recipe and name == "calibrate" and value is False:
                 words.append("--no-calibrate")  # which the recipe does
-            untold = of_recipe and name == "method"
-            if (
-                untold
-                or value is None
-                or value is False
-                or (name == "epochs" and self.tuning["training"].get("steps"))
-            ):
+            untold = (of_recipe and name == "method") or (name == "epochs" and said.get("steps"))
+            if untold or value is None or value is False:
                 continue
-            flag = "--" + _FLAGS.get(name, name).replace("_", "-")
-            words += (
-                [flag]
-                if value is True
-                else [flag, ",".join(map(str, value)) if isinstance(value, list) else str(value)]
-            )
+            words.append("--" + _FLAGS.get(name, name).replace("_", "-"))
+            if value is not True:
+                words.append(",".join(map(str, value)) if isinstance(value, list) else str(value))
         return shlex.join(words)
 
 
 def read_runs(paths: Sequence[Path], progress: Progress = lambda what, done, total: None) -> list[Run]:
-    """Read every folder. A run is called after its folder, or by its whole path where two folders are called
-    the same.
+    """Read every folder. A run has its folder's name, or its whole path where two would be called the same.
 
     `progress` gets a run's name, and the weights looked at and in total.
     """
@@ -137,17 +118,14 @@ def read_runs(paths: Sequence[Path], progress: Progress = lambda what, done, tot
         raise OtaroError("the same run is given twice")
     # a name may not be that of the shared baseline
     short = [BEFORE, *(path.resolve().name for path in paths)]
-    return [
-        _read(path, name if short.count(name) == 1 else str(path), progress)
-        for path, name in zip(paths, short[1:], strict=True)
-    ]  # fmt: skip
+    named = zip(paths, short[1:], strict=True)
+    return [_read(path, name if short.count(name) == 1 else str(path), progress) for path, name in named]
 
 
 def _read(path: Path, name: str, progress: Progress) -> Run:
     if not path.is_dir():
-        raise OtaroError(
-            f"{path} is not a directory; give a run folder of `otaro tune`, or a model's directory"
-        )
+        wanted = "a run folder of `otaro tune`, or a model's directory"
+        raise OtaroError(f"{path} is not a directory; give {wanted}")
     if (path / "log.jsonl").is_file() or (path / "perplexity.json").is_file():
         tuning, models = read_tuning(path / "config.json"), [path / "nested", path / "model"]
     elif (path / "config.json").is_file() or (path / QUALITY_FILE).is_file():
@@ -170,6 +148,8 @@ def _read(path: Path, name: str, progress: Progress) -> Run:
                 measured.setdefault(identity(entry), entry)
     quality = list(measured.values())
     homes = dict.fromkeys([path, *models])
+    found_in = (home / "analysis" / "gradients.json" for home in homes)
+    ordinary = path if (path / "config.json").is_file() else None
     held_out, held_out_tokens = _read_held_out(path / "perplexity.json")
     return Run(
         name=BEFORE if name == "before" and tuning is None else name,
@@ -180,14 +160,8 @@ def _read(path: Path, name: str, progress: Progress) -> Run:
         held_out_tokens=held_out_tokens,
         quality=quality,
         coding=coding or _coding_of(models, quality),
-        gradients=_first(
-            read_record(home / "analysis" / "gradients.json", records.Gradients) for home in homes
-        ),
-        checkpoint=path / "model"
-        if tuning is not None
-        else path
-        if (path / "config.json").is_file()
-        else None,
+        gradients=_first(read_record(file, records.Gradients) for file in found_in),
+        checkpoint=ordinary if tuning is None else path / "model",
         nested=nested,
         summary=summarize(directory, partial(progress, name)) if directory else None,
         bench=_first(_read_bench(home / "bench.json") for home in homes),
@@ -256,9 +230,7 @@ def _read_held_out(path: Path) -> tuple[dict[Stage, dict[str, float]], int | Non
 
 
 def read_log(path: Path) -> list[Step]:
-    """The steps of log.jsonl; none if there is no file. Lines about the end, of what was left over or
-    averaged, are none.
-    """
+    """The steps of log.jsonl; none without the file. Lines about its end, leftovers or averages, are none."""
     text, steps = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "", []
     for number, line in enumerate(text.splitlines(), 1):
         try:

@@ -1,5 +1,4 @@
-"""What each tensor of a model loses at each precision: the divergence from the finest that it alone causes,
-on a text.
+"""What each tensor of a model loses at each precision: the divergence from the finest that it alone causes.
 
 A few windows of the text are read again for every tensor, with that one tensor at a coarser precision. Layers
 before it say what they said the first time, so their outputs are kept and stand in for them; only the rest is
@@ -19,7 +18,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,15 +67,13 @@ class Sensitivity:
     def losses(self, tensor: str) -> list[float]:
         """From the coarsest precision to the finest, which loses nothing."""
         measured, errors = self.divergences[tensor], self.errors[tensor]
-        last = len(measured) - 1
-        finer = [
-            measured[last] * error / errors[last] if errors[last] else 0.0 for error in errors[last + 1 :]
-        ]
+        lost, error = measured[-1], errors[len(measured) - 1]
+        finer = [lost * one / error if error else 0.0 for one in errors[len(measured) :]]
         return [*measured, *(min(loss, LARGEST_LOSS) for loss in finer), 0.0]
 
 
 class Probe:
-    """A decoded model that reads the same windows over and over, and what its finest precision said to them."""
+    """A decoded model that reads the same windows again and again, and what its finest precision said."""
 
     def __init__(self, decoded: DecodedModel, windows: Sequence[torch.Tensor], finest: Precision) -> None:
         self._decoded, self._windows, self.finest = decoded, windows, finest
@@ -84,29 +81,23 @@ class Probe:
         self._layers = _layers(model)
         self._kept: list[list[Any]] = []
         self._said: list[torch.Tensor] = []
-        """Logarithms of the reference's probabilities, by window."""
+        """Logarithms of probabilities, by window."""
         for ids in windows:
             outputs: list[Any] = []
-            hooks = [
-                one.register_forward_hook(lambda m, a, out, to=outputs: to.append(out))
-                for one in self._layers
-            ]
-            try:
+            with ExitStack() as hooks:
+                for one in self._layers:
+                    keep = one.register_forward_hook(lambda m, a, out, to=outputs: to.append(out))
+                    hooks.callback(keep.remove)
                 self._said.append(self._log_probabilities(ids))
-            finally:
-                for hook in hooks:
-                    hook.remove()
             self._kept.append(outputs)
         if any(len(outputs) != len(self._layers) for outputs in self._kept):
             self._layers = nn.ModuleList()  # a class that calls them otherwise: everything is computed
         paths = {module: name for name, module in model.named_modules()}
         prefixes = [f"{paths[layer]}." for layer in self._layers]
-        self._first = {
-            name: next(
-                (n for n, prefix in enumerate(prefixes) if name.startswith(prefix)), self._outside(name)
-            )
-            for name in decoded.weights
-        }
+        self._first = {}
+        for name in decoded.weights:
+            inside = [number for number, prefix in enumerate(prefixes) if name.startswith(prefix)]
+            self._first[name] = inside[0] if inside else self._outside(name)
 
     def cost(self, tensor: str) -> int:
         """How long a measurement of this tensor takes, in layers."""
@@ -153,9 +144,8 @@ class Probe:
 def _layers(model: Any) -> nn.ModuleList:
     """The list of a model's layers; empty where none of its lists has as many as the config says."""
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    found = [
-        one for one in model.get_decoder().children() if isinstance(one, nn.ModuleList) and len(one) == count
-    ]
+    lists = [one for one in model.get_decoder().children() if isinstance(one, nn.ModuleList)]
+    found = [one for one in lists if len(one) == count]
     return found[0] if len(found) == 1 else nn.ModuleList()
 
 
@@ -164,34 +154,27 @@ def check_reached(nested: Any) -> None:
     text = {*nested.get_decoder().modules(), nested.get_output_embeddings()}
     for name, module in attachment(nested).modules.items():
         if module not in text:
-            raise OtaroError(
-                f"{name} does not read text, so no text tells what it loses; give it a precision by its name"
-            )
+            raise OtaroError(f"{name} reads no text, so none tells what it loses; name a precision for it")
 
 
 def measure(probe: Probe, decoded: DecodedModel, kept: Kept, progress: Progress) -> Sensitivity:
     """Measure every tensor that was not measured yet, and keep what is measured."""
-    sensitivity, finest = kept.sensitivity, probe.finest
-    bits = range(COARSEST, finest.mantissa_bits)
+    sensitivity, at_finest = kept.sensitivity, dict.fromkeys(decoded.weights, probe.finest)
+    coarser = [of_mantissa_bits(bits) for bits in range(COARSEST, probe.finest.mantissa_bits)]
     missing = [name for name in decoded.weights if name not in sensitivity.divergences]
-    total = sum(probe.cost(name) for name in missing) * min(MEASURED, len(bits))
-    done = 0
-    at_finest = dict.fromkeys(decoded.weights, finest)
+    done, total = 0, sum(probe.cost(name) for name in missing) * min(MEASURED, len(coarser))
     try:
         for name in missing:
             fine = decoded.weights[name].clone()
             errors, divergences = list[float](), list[float]()
-            for number, one in enumerate(bits):
-                decoded.at({**at_finest, name: of_mantissa_bits(one)})
+            for number, precision in enumerate(coarser):
+                decoded.at(precisions := {**at_finest, name: precision})
                 errors.append(_squared_error(decoded.weights[name], fine))
                 if number < MEASURED:
                     progress(name, done, total)
-                    lost = probe.divergence({**at_finest, name: of_mantissa_bits(one)}, changed=name)
+                    lost = probe.divergence(precisions, changed=name)
                     if not abs(lost) <= LARGEST_LOSS:
-                        raise OtaroError(
-                            f"{name} at {of_mantissa_bits(one)} makes the model's outputs overflow; nothing "
-                            "to fit"
-                        )
+                        raise OtaroError(f"{name} at {precision} makes outputs overflow; nothing to fit")
                     divergences.append(max(lost, 0.0))  # rounding may leave less than nothing
                     done += probe.cost(name)
             decoded.at(at_finest)
@@ -252,7 +235,7 @@ class Kept:
 
 
 def _of_reading(row: dict[str, Any], tensors: set[str]) -> Sensitivity:
-    """The measurements of one text, checked: they may come from strangers. A ValueError says what is wrong."""
+    """The measurements of one text, checked as strangers' are; a ValueError says what is wrong."""
     reading = Reading(**{name: row[name] for name in Reading.__dataclass_fields__})
     below = Precision(reading.finest).mantissa_bits - COARSEST  # a PrecisionError is a ValueError
     for name, count in (("divergences", min(MEASURED, below)), ("errors", below)):

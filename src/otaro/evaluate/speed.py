@@ -1,5 +1,4 @@
-"""How fast a nested model runs at each precision, what bounds it, and how others do on the same weights:
-`otaro bench`.
+"""`otaro bench`: how fast a nested model runs at each precision, what bounds it, and how others do.
 
 Every contender reads the same tokens, drawn at random with a fixed seed, and takes turns with the others: a
 round is one turn of each, so a machine that slows down for a while slows down for all. A turn times the
@@ -52,6 +51,9 @@ from otaro.runtime.load import load
 from otaro.runtime.precision import set_precision
 from otaro.sefp.precision import PRECISIONS, Precision
 
+Named = Sequence[str | Precision] | None
+"""Precisions and fits that are asked for; None for all precisions."""
+
 TRANSFORMERS = "transformers"
 PLAIN = "plain access to memory"
 DECODE_PATH = "decode path"
@@ -85,19 +87,13 @@ class Settings:
         return max(self.prompt_tokens, self.context) * prompt_token + self.tokens * token
 
     def within(self, budget: float, prompt_token: float, token: float, contenders: int) -> Settings:
-        """These settings, or fewer rounds and then fewer tokens, so that all turns together take no longer
-        than `budget`.
-        """
+        """These settings, or fewer rounds, then fewer tokens, so that all turns fit into `budget` seconds."""
         turns = contenders * self.seconds(prompt_token, token)
         rounds = min(self.rounds, max(1, int(budget / turns) - 1))  # and one that warms up
         share = min(1.0, budget / (turns * (1 + rounds)))
-        return replace(
-            self,
-            rounds=rounds,
-            prompt_tokens=max(1, int(self.prompt_tokens * share)),
-            context=int(self.context * share),
-            tokens=max(1, int(self.tokens * share)),
-        )
+        prompt, tokens = (max(1, int(count * share)) for count in (self.prompt_tokens, self.tokens))
+        context = int(self.context * share)
+        return replace(self, rounds=rounds, prompt_tokens=prompt, context=context, tokens=tokens)
 
 
 @dataclass
@@ -121,7 +117,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class PrecisionSpeed:
-    """All that is measured of one precision; sizes in bytes, speeds in tokens per second, times in seconds."""
+    """All that is measured of one precision: bytes, tokens per second, seconds."""
 
     precision: str
     prefill: float
@@ -135,9 +131,7 @@ class PrecisionSpeed:
     bandwidth_share: float
     """Of a plain read of memory."""
     resident_bytes: int | None
-    """Growth of memory, on a GPU of the GPU's, since before the model was opened; None where the system does
-    not tell.
-    """
+    """Growth of memory (a GPU's) since before the model was opened; None where the system tells none."""
     file_bytes: int
     kv_cache_bytes: int
     """Held at the end of a turn, when memory is looked at."""
@@ -179,7 +173,7 @@ class Bench(Measured):
 def bench(
     directory: str,
     settings: Settings,
-    precisions: Sequence[str | Precision] | None = None,
+    precisions: Named = None,
     *,
     device: str = "cpu",
     with_transformers: bool = False,
@@ -187,9 +181,7 @@ def bench(
     hub: Hub = HUB,
     progress: Progress = lambda what, done, total: None,
 ) -> Bench:
-    """Measure a nested model at some precisions (by default at all that its directory has), beside other
-    engines if asked.
-    """
+    """Measure a nested model at some precisions, by default all, beside other engines if asked."""
     place, nested, chosen = open_at(directory, precisions, device, hub, with_llama)
     on_gpu = place.kind == "cuda"
     kinds = [KINDS[str(p)] for p in chosen if with_llama and str(p) in KINDS]
@@ -236,18 +228,16 @@ def bench(
             add(_llama(kind), engine)
         read, moved = place.plain_access(READ_BYTES)
         read()
-        order = {name: turns[name] for name in sorted(turns, key=_neighbours)} | {
-            PLAIN: lambda: (0.0, place.seconds(read))
-        }
+        order = {name: turns[name] for name in sorted(turns, key=_neighbours)}
+        order[PLAIN] = lambda: (0.0, place.seconds(read))
         timed = in_turns(order, settings.rounds, say, warm=True)
         progress("", total, total)
         rounds = {name: Rounds(*map(list, zip(*found, strict=True))) for name, found in timed.items()}
         read_bandwidth = moved / median(rounds[PLAIN].decode)
-        switches = switch_times(model, chosen)
-        rows = []
+        switches, rows = switch_times(model, chosen), []
         kv_bytes = round(ours.kv_bytes_per_token * (settings.context + (settings.tokens + 1) / 2))
         for precision in chosen:
-            row = _tokens_per_second(rounds[str(precision)], settings)
+            row = _speeds(rounds[str(precision)], settings)
             weight_bytes = weight_bytes_per_token(model, precision)
             bandwidth = (weight_bytes + kv_bytes) * row["decode"]
             rows.append(
@@ -273,23 +263,17 @@ def bench(
             graph_bytes=ours.graph_bytes,
             precisions=rows,
             others=[
-                Contender(name, size, **_tokens_per_second(rounds[name], settings))
-                for name, size in others.items()
+                Contender(name, size, **_speeds(rounds[name], settings)) for name, size in others.items()
             ],
-            ratios=_ratios(rounds, [str(p) for p in chosen], others),
+            ratios=_ratios(rounds, [str(p) for p in chosen]),
             cut_from=asked if settings != asked else None,
         )
 
 
 def open_at(
-    directory: str,
-    precisions: Sequence[str | Precision] | None,
-    device: str,
-    hub: Hub,
-    with_llama: bool = False,
+    directory: str, precisions: Named, device: str, hub: Hub, with_llama: bool = False
 ) -> tuple[Cpu, NestedDirectory, list[Precision | Fit]]:
-    """Where it runs, a nested model, and the precisions and fits that are named, by default all precisions,
-    the largest first.
+    """Where it runs, a nested model, and what is named of it, by default all precisions, largest first.
 
     What is missing shows before anything is measured.
     """
@@ -308,26 +292,19 @@ def open_at(
 def _token_seconds(place: Cpu, engine: Engine, ids: list[int]) -> tuple[float, float]:
     """About how long a token of a prompt takes, and one that is decoded."""
     few = ids[:_TRIED]
-    engine.keep(0)
     engine.feed(few)  # weights are read in
     engine.keep(0)
     prompt = place.seconds(lambda: engine.feed(few)) / len(few)
-    token = place.seconds(lambda: engine.feed(few[:1]))
-    engine.keep(0)
-    return prompt, token
+    return prompt, place.seconds(lambda: engine.feed(few[:1]))
 
 
-def _tokens_per_second(rounds: Rounds, settings: Settings) -> dict[str, Any]:
+def _speeds(rounds: Rounds, settings: Settings) -> dict[str, Any]:
     prefill, decode = settings.prompt_tokens / median(rounds.prefill), settings.tokens / median(rounds.decode)
     return {"prefill": prefill, "decode": decode, "rounds": rounds}
 
 
 def _turn(
-    place: Cpu,
-    engine: Engine,
-    ids: list[int],
-    settings: Settings,
-    prepare: Callable[[], object],
+    place: Cpu, engine: Engine, ids: list[int], settings: Settings, prepare: Callable[[], object]
 ) -> tuple[float, float]:
     """Seconds of prefill, and of decode behind the context."""
     prompt, context = settings.prompt_tokens, settings.context
@@ -351,15 +328,11 @@ def switch_times(model: Any, precisions: Sequence[Precision | Fit]) -> dict[Prec
     return {precision: median(mine) for precision, mine in times.items()}
 
 
-def _ratios(
-    rounds: Mapping[str, Rounds], precisions: Sequence[str], others: Mapping[str, int]
-) -> list[Ratio]:
-    pairs = [(p, _llama(KINDS[p])) for p in precisions if p in KINDS] + [
-        (p, TRANSFORMERS) for p in precisions
-    ]
+def _ratios(rounds: Mapping[str, Rounds], precisions: Sequence[str]) -> list[Ratio]:
+    pairs = [(p, _llama(KINDS[p])) for p in precisions if p in KINDS]
     ratios = []
-    for precision, other in pairs:
-        if other in others:
+    for precision, other in [*pairs, *((p, TRANSFORMERS) for p in precisions)]:
+        if other in rounds:
             ours, theirs = rounds[precision], rounds[other]
             prefill = median(b / a for a, b in zip(ours.prefill, theirs.prefill, strict=True))
             decode = median(b / a for a, b in zip(ours.decode, theirs.decode, strict=True))
@@ -372,7 +345,7 @@ def _llama(kind: str) -> str:
 
 
 def _neighbours(name: str) -> str:
-    """A key that sorts each precision beside the engine it is compared with, the closer in time the better."""
+    """A key that sorts a precision beside what it is compared with: the closer in time the better."""
     return {_llama(kind): f"{precision} then {kind}" for precision, kind in KINDS.items()}.get(name, name)
 
 
@@ -405,6 +378,5 @@ def _file_bytes(nested: NestedDirectory, precision: Precision | Fit) -> int:
     """Of shards; at a fit, of what it reads of them."""
     if isinstance(precision, Fit):
         return bytes_of(nested, precision)
-    return sum(
-        (nested.path / shard_name(plane)).stat().st_size for plane in range(BASE, precision.mantissa_bits + 1)
-    )
+    planes = range(BASE, precision.mantissa_bits + 1)
+    return sum((nested.path / shard_name(plane)).stat().st_size for plane in planes)

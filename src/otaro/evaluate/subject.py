@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ _READ_SIZE = 1 << 22
 
 
 def parse_precisions(text: str) -> list[str] | None:
-    """`fp,E5M8,E5M3` as names, full precision first and then from fine to coarse, fits last; None for `all`."""
+    """`fp,E5M8,E5M3` as names, full precision first, then from fine to coarse, then fits; None for `all`."""
     names = [name.strip() for name in text.split(",")]
     if names == [ALL]:
         return None
@@ -92,10 +92,8 @@ class Subject:
         self.is_nested = _is_nested(self.path)
         if self.is_nested:
             named = [Precision(name) for name in wanted or () if name != FULL and not is_fit(name)]
-            finest = (
-                max(named) if named and not with_reference and not any(map(is_fit, wanted or ())) else None
-            )
-            nested = NestedDirectory(resolve_nested(model, finest, hub))
+            every = not named or with_reference or any(map(is_fit, wanted or ()))
+            nested = NestedDirectory(resolve_nested(model, None if every else max(named), hub))
             self.path = nested.path
             self.coding = Coding(nested.schema.group_size, nested.schema.reconstruction)
             for flag, asked, there in (
@@ -103,17 +101,15 @@ class Subject:
                 ("--reconstruction", reconstruction, self.coding.reconstruction),
             ):
                 if asked not in (None, there):
-                    raise OtaroError(
-                        f"{flag} {asked}: {model} is packed in {self.coding}; pack its checkpoint anew"
-                    )
+                    packed = f"{model} is packed in {self.coding}"
+                    raise OtaroError(f"{flag} {asked}: {packed}; pack its checkpoint anew")
             self.reference = str(nested.finest) if original is None else FULL
             present = [name for name in PRECISION_NAMES[1:] if Precision(name) <= nested.finest]
             self.precisions = ([FULL] if original is not None else []) + present if wanted is None else wanted
             if FULL in self.precisions and original is None:
                 raise PrecisionError(
                     f"{model} is a nested model, which has no {FULL}; evaluate the checkpoint it was packed "
-                    "from, "
-                    "or name that with --reference"
+                    "from, or name that with --reference"
                 )
             chosen = {name: known(nested, name) for name in self.precisions if name != FULL}
             self._finest = max(map(finest_of, chosen.values()), default=nested.finest)
@@ -121,20 +117,18 @@ class Subject:
             self.fits = {name: one for name, one in chosen.items() if isinstance(one, Fit)}
         else:
             if fits := [name for name in wanted or () if is_fit(name)]:
-                raise PrecisionError(
-                    f"{fits[0]} is of a nested model, and {model} is a checkpoint: pack it, then fit"
-                )
+                nested_only = f"{fits[0]} is of a nested model"
+                raise PrecisionError(f"{nested_only}, and {model} is a checkpoint: pack it, then fit")
             if original is not None:
-                raise OtaroError(
-                    f"--reference is for nested models; {model} is a checkpoint, which has its own {FULL}"
-                )
+                its_own = f"{model} is a checkpoint, which has its own {FULL}"
+                raise OtaroError(f"--reference is for nested models; {its_own}")
             self.path = resolve_model(model, hub=hub)
             self.coding = choose_coding(self.path, group_size, reconstruction)
             self.reference = FULL
             self.precisions = list(PRECISION_NAMES) if wanted is None else wanted
         self.config = _read_config(self.path)
         elsewhere = replace(hub, revision=None)  # which is that of the nested model
-        self.original = Subject(original, device=device, hub=elsewhere) if original is not None else None
+        self.original = None if original is None else Subject(original, device=device, hub=elsewhere)
         if self.original is not None:
             self._check_original(self.original)
         self._full: Any = None
@@ -155,9 +149,7 @@ class Subject:
 
     @cached_property
     def identity(self) -> str:
-        """What a quality record knows the model by: a nested model's identity, or the SHA-256 of a
-        checkpoint's files.
-        """
+        """What a record knows it by: a nested model's identity, or the SHA-256 of a checkpoint's files."""
         if self.is_nested:
             return NestedDirectory(self.path).base.header.model
         digest = hashlib.sha256()
@@ -174,9 +166,7 @@ class Subject:
         return load_tokenizer(self.path)
 
     def at(self, precision: str, progress: Progress = lambda what, done, total: None) -> Any:
-        """An ordinary model with the weights of this precision, until the next call; `progress` is that of
-        packing.
-        """
+        """An ordinary model at this precision, until the next call; `progress` is that of packing."""
         if precision == FULL and self.original is not None:
             return self.original.at(FULL)
         if precision == FULL:
@@ -197,16 +187,9 @@ class Subject:
             self.packed = load(self.path, self._finest, device=self.device)
         elif self.packed is None:
             with tempfile.TemporaryDirectory(prefix="otaro-eval-") as directory:
-                size, kind = self.coding.group_size, self.coding.reconstruction
-                pack(
-                    self.path,
-                    Path(directory) / "nested",
-                    group_size=size,
-                    reconstruction=kind,
-                    progress=progress,
-                )
-                # At its finest: every shard is mapped now.
-                self.packed = load(Path(directory) / "nested", device=self.device)
+                nested = Path(directory) / "nested"
+                pack(self.path, nested, **asdict(self.coding), progress=progress)
+                self.packed = load(nested, device=self.device)  # at its finest: every shard is mapped now
         return self.packed
 
     def release_full(self) -> None:
@@ -218,27 +201,20 @@ class Subject:
     def _open_full(self) -> Any:
         from transformers import AutoModelForCausalLM
 
-        dtype = (
-            torch.float32 if torch.device(self.device).type == "cpu" else (self.config.dtype or torch.float16)
-        )
-        where = {"": torch.device(self.device)}
+        place = torch.device(self.device)
+        dtype = torch.float32 if place.type == "cpu" else (self.config.dtype or torch.float16)
+        safely = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
         try:
             model, found = AutoModelForCausalLM.from_pretrained(
-                self.path,
-                dtype=dtype,
-                device_map=where,
-                use_safetensors=True,
-                trust_remote_code=False,
-                output_loading_info=True,
+                self.path, dtype=dtype, device_map={"": place}, **safely
             )
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # whatever is wrong with the checkpoint
             raise CheckpointError(f"transformers cannot open {self.path}: {brief(error)}") from error
         if missing := found["missing_keys"]:
-            raise CheckpointError(
-                f"{self.path} lacks the tensor {min(missing)}, which {self.config.model_type} models need"
-            )
+            lacking = f"the tensor {min(missing)}, which {self.config.model_type} models need"
+            raise CheckpointError(f"{self.path} lacks {lacking}")
         return model.eval()
 
 
@@ -256,12 +232,10 @@ def _read_config(path: Path) -> Any:
     from transformers import AutoConfig
 
     if not (path / "config.json").is_file():
-        raise CheckpointError(
-            f"{path} has no config.json; give the directory of a nested model or of a Hugging Face model"
-        )
+        wanted = "the directory of a nested model or of a Hugging Face model"
+        raise CheckpointError(f"{path} has no config.json; give {wanted}")
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # whatever a strange config makes transformers stumble over
-        raise CheckpointError(
-            f"{path}: config.json describes no model that transformers knows: {brief(error)}"
-        ) from error
+        unknown = f"{path}: config.json describes no model that transformers knows"
+        raise CheckpointError(f"{unknown}: {brief(error)}") from error

@@ -21,6 +21,7 @@ from otaro.file.checkpoint import brief
 from otaro.tokens import begins_with_bos
 
 _HUB = re.compile(r"(?P<path>[\w-][\w.-]*/[\w.-]+)(?:/(?P<config>[\w.-]+))?(?::(?P<split>[\w.\[\]%:+-]+))?")
+_HUB_FORM = "owner/name[/config][:split]"
 
 
 class TextError(OtaroError, ValueError):
@@ -46,28 +47,22 @@ class Text:
         if begins_with_bos(tokenizer) is not None:
             ids = ids[1:]
         if len(ids) < 2:
-            raise TextError(
-                f"{self.source} has {len(ids)} tokens of text; one to predict and one before it are the least"
-            )
+            least = "one to predict and one before it are the least"
+            raise TextError(f"{self.source} has {len(ids)} tokens of text; {least}")
         return ids
 
 
 def read_text(source: str) -> Text:
-    """Read a text file (UTF-8, perhaps .gz), or the `text` of a Hub data set: owner/name,
-    owner/name/config:split.
+    """Read a text file (UTF-8, perhaps .gz), or the `text` of a Hub data set: owner/name[/config][:split].
 
     Rows of a data set are joined by blank lines, as the transformers documentation does; the split is `test`
     unless given. So are the rows of a .jsonl, .json or .parquet file, which must have a `text`: markup is no
     text to measure on.
     """
-    if not source:
-        raise TextError("--text is empty; give a text file, or a Hub data set as owner/name[/config][:split]")
     path = Path(source)
-    if path.is_dir():
-        raise TextError(
-            f"--text {source} is a directory; give a text file, or a Hub data set as "
-            "owner/name[/config][:split]"
-        )
+    if not source or path.is_dir():
+        odd = f"{source} is a directory" if source else "is empty"
+        raise TextError(f"--text {odd}; give a text file, or a Hub data set as {_HUB_FORM}")
     content = _from_file(path) if path.exists() else _from_hub(source)
     if not content.strip():
         raise TextError(f"--text {source} holds no text")
@@ -85,9 +80,8 @@ def _from_file(path: Path) -> str:
         content = raw.decode().removeprefix("\ufeff")  # the byte order mark some editors write
         return _joined(path, _json_rows(path, content, kind)) if kind in (".json", ".jsonl") else content
     except UnicodeDecodeError as error:
-        raise TextError(
-            f"--text {path} is no text in UTF-8 (byte {error.start} is not); convert it"
-        ) from None
+        odd = f"byte {error.start} is not"
+        raise TextError(f"--text {path} is no text in UTF-8 ({odd}); convert it") from None
     except (OSError, EOFError, zlib.error) as error:
         raise TextError(f"--text {path} cannot be read: {error}") from error
 
@@ -113,36 +107,29 @@ def _parquet_rows(path: Path, raw: bytes) -> list[Any]:
 
 
 def _joined(path: Path, rows: list[Any]) -> str:
-    """The texts of the rows, joined by blank lines; rows without one are refused, for what else they have is
-    no text.
-    """
+    """The texts of the rows, joined by blank lines; rows without one are refused: all else is no text."""
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise TextError(f"--text {path}: row {number} is no object with a `text`")
         if not isinstance(row.get("text"), str | None) or "text" not in row:
             has = ", ".join(f"`{str(name)[:40]}`" for name in list(row)[:8]) or "nothing"
-            raise TextError(
-                f"--text {path}: row {number} has no `text`, but {has if has.isprintable() else ascii(has)}; "
-                "write what is to be measured into a text file"
-            )
+            has = has if has.isprintable() else ascii(has)
+            odd = f"--text {path}: row {number} has no `text`, but {has}"
+            raise TextError(f"{odd}; write what is to be measured into a text file")
     return "\n\n".join(row["text"] or "" for row in rows)
 
 
 def _from_hub(source: str) -> str:
     if (hub := _HUB.fullmatch(source)) is None:
-        raise TextError(
-            f"--text {source} does not exist, and is no Hub data set either (owner/name[/config][:split])"
-        )
+        raise TextError(f"--text {source} does not exist, and is no Hub data set either ({_HUB_FORM})")
     if find_spec("datasets") is None:
         raise TextError(f"--text {source} is no file, and a Hub data set needs a package: {install('data')}")
     try:
-        rows = import_module("datasets").load_dataset(
-            hub["path"], hub["config"], split=hub["split"] or "test"
-        )
+        load, split = import_module("datasets").load_dataset, hub["split"] or "test"
+        rows = load(hub["path"], hub["config"], split=split)
     except Exception as error:  # network, Hub, Arrow and datasets itself: each has exceptions of its own
-        raise TextError(
-            f"--text {source} is no file, and fetching it from the Hub failed: {brief(error)}"
-        ) from error
+        failed = f"fetching it from the Hub failed: {brief(error)}"
+        raise TextError(f"--text {source} is no file, and {failed}") from error
     if "text" not in rows.column_names:
         raise TextError(f"--text {source} has no column `text`, but {', '.join(rows.column_names)}")
     return "\n\n".join(row or "" for row in rows["text"])

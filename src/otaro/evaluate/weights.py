@@ -3,13 +3,13 @@
 One large weight raises the scale of its whole group, and the others are shifted right to match. How often
 that happens, and what it costs, is counted here.
 
-  outlier     a group is dominated by an outlier if its largest weight is at least `OUTLIER_RATIO` times as large as the
-              second largest, which is two bits above it. A group of a single weight has nobody to dominate.
-  lost        a nonzero weight is lost at a precision if zero in its place would be at least as close: |value - w| >= |w|.
-              For `truncate` these are the weights below one step, whose value is zero. For `midpoint` at E5M3 likewise those
-              whose value is zero, below half a step. Its finer grids have no zero but +-step/2 in the middle, and lose what is
-              not above step/4.
-  error       root of the summed squares of value - w, relative to that of the weights.
+  outlier  a group is dominated by an outlier if its largest weight is at least `OUTLIER_RATIO` times the
+           second largest, which is two bits above it. A group of a single weight has nobody to dominate.
+  lost     a nonzero weight is lost at a precision if zero would be at least as close: |value - w| >= |w|.
+           For `truncate` these are the weights below one step, whose value is zero. For `midpoint` at E5M3
+           likewise those whose value is zero, below half a step. Its finer grids have no zero but +-step/2
+           in the middle, and lose what is not above step/4.
+  error    root of the summed squares of value - w, relative to that of the weights.
 
 By hand, one group of four, w = [0.5, 0.04, -0.007, 0]: the group is dominated. `truncate` has the scale 1, at
 E5M4 the step 1/16: it makes 0.04 and -0.007 zero, two of three lost. `midpoint` has the scale -1/2 and the
@@ -45,9 +45,7 @@ def analyze_weights(
     group_sizes: tuple[int, ...] = GROUP_SIZES,
     progress: Progress = lambda name, done, total: None,
 ) -> dict[str, Any]:
-    """All counts of every packed tensor and of the whole model, by group size; `progress` gets weights done
-    and in total.
-    """
+    """All counts of each packed tensor and of the model, by group size; `progress` gets weights."""
     total, done = sum(map(prod, checkpoint.packed.values())), 0
     overall, modules = dict[int, torch.Tensor](), []
     for name, shape in checkpoint.packed.items():
@@ -72,8 +70,7 @@ def analyze_weights(
 
 
 def counted(rows: torch.Tensor, group_size: int, reconstruction: Reconstruction) -> torch.Tensor:
-    """Groups, those with an outlier, nonzero weights, their squares; then, by precision, those lost, and
-    squares of errors.
+    """Groups, those with an outlier, nonzero weights, squares; by precision those lost, squares of errors.
 
     Counts of further rows are added. Rows are whole, so that groups begin where they do in the tensor.
     """
@@ -101,11 +98,7 @@ def shares(counts: torch.Tensor) -> dict[str, Any]:
     """The counts as shares; None where there is nothing to take a share of."""
     groups, outliers, weights, square, *rest = counts.tolist()
     names = list(map(str, PRECISIONS))
-    lost, errors = rest[: len(names)], rest[len(names) :]
-    return {
-        "outlier_groups": outliers / groups,
-        "lost": {name: count / weights if weights else None for name, count in zip(names, lost, strict=True)},
-        "error": {
-            name: (one / square) ** 0.5 if square else None for name, one in zip(names, errors, strict=True)
-        },
-    }
+    lost = [count / weights if weights else None for count in rest[: len(names)]]
+    errors = [(one / square) ** 0.5 if square else None for one in rest[len(names) :]]
+    by_name = {"lost": dict(zip(names, lost, strict=True)), "error": dict(zip(names, errors, strict=True))}
+    return {"outlier_groups": outliers / groups, **by_name}

@@ -30,16 +30,12 @@ KV_NAMES = (FLOAT16, *map(str, PRECISIONS))
 
 
 def choose_window(config: Any, wanted: int | None = None) -> int:
-    """The window to use with the model of this config: the one wanted, or as many positions as it has, up to
-    2048.
-    """
+    """The window for the model of this config: the one wanted, or all its positions, up to 2048."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if wanted is None:
         return min(positions or LONGEST_WINDOW, LONGEST_WINDOW)
     if positions is not None and wanted > positions:
-        raise OtaroError(
-            f"a window of {wanted} tokens is more than the {positions} positions that this model has"
-        )
+        raise OtaroError(f"a window of {wanted} tokens is more than the {positions} positions of the model")
     return wanted
 
 
@@ -52,6 +48,10 @@ def parse_kv(text: str) -> tuple[str, ...]:
     if odd := [name for name in names if name.lower() not in exact]:
         raise PrecisionError(f"--kv {odd[0]}: give all, or some of {', '.join(KV_NAMES)}")
     return tuple(dict.fromkeys(exact[name.lower()] for name in names))
+
+
+AtPositions = torch.Tensor | None
+"""States or logits at some positions; None of what is not asked for."""
 
 
 class Window(NamedTuple):
@@ -79,17 +79,12 @@ class Windows:
     def __post_init__(self) -> None:
         """Refuse what leaves nothing to predict."""
         if len(self.ids) < 1 or (len(self.ids) < 2 and self.bos is None):
-            raise OtaroError(
-                f"at least 2 tokens of text are needed, one to predict and one before it; got {len(self.ids)}"
-            )
+            raise OtaroError(f"at least 2 tokens of text are needed, to predict one; got {len(self.ids)}")
         if self.window < 2:
-            raise OtaroError(
-                f"a window of {self.window} leaves no token to predict from another; 2 is the least"
-            )
+            raise OtaroError(f"a window of {self.window} leaves no token to predict; 2 is the least")
         if self.stride is not None and not 0 < self.stride <= self.window:
-            raise OtaroError(
-                f"the stride must be between 1 and the window of {self.window} tokens, got {self.stride}"
-            )
+            window = f"the window of {self.window} tokens"
+            raise OtaroError(f"the stride must be between 1 and {window}, got {self.stride}")
 
     @property
     def room(self) -> int:
@@ -124,20 +119,16 @@ class Meter(Protocol):
     aside: bool
     """Whether its time is not part of reading the text."""
 
-    def add(
-        self, window: Window, first: int, states: torch.Tensor | None, logits: torch.Tensor | None
-    ) -> None:
+    def add(self, window: Window, first: int, states: AtPositions, logits: AtPositions) -> None:
         """States and logits at the positions of the window from `first` on."""
 
 
-Slices = Iterator[tuple[torch.Tensor | None, torch.Tensor | None]]
+Slices = Iterator[tuple[AtPositions, AtPositions]]
 """States and logits at the positions of a window, some at a time, in order."""
 
 
 class ModelReader:
-    """Reads by a transformers model; a head works best on many positions, and comparing takes the memory of
-    several.
-    """
+    """Reads by a transformers model; a head works best on many positions, but comparing takes much memory."""
 
     def __init__(self, model: Any, *, comparing: bool = True) -> None:
         self.sliced = SlicedModel(model)
@@ -161,9 +152,10 @@ class KvReader:
 
     def __init__(self, model: Any, kv: str) -> None:
         on_gpu = model.device.type == "cuda"
-        if why_not := GpuDecoder.why_not(model) if on_gpu else Decoder.why_not(model):
+        decoder: Any = GpuDecoder if on_gpu else Decoder
+        if why_not := decoder.why_not(model):
             raise OtaroError(f"--kv {kv} needs the decoder, which does not serve this model: {why_not}")
-        self._decoder: Any = GpuDecoder.of(model) if on_gpu else Decoder.of(model)
+        self._decoder = decoder.of(model)
         self._kv = None if kv == FLOAT16 else Precision(kv)
         self._at_once = max(8, SLICE // int(model.config.vocab_size))
 
@@ -181,9 +173,7 @@ Reader = ModelReader | KvReader
 def read(
     reader: Reader, windows: Windows, meters: Sequence[Meter], progress: Count, *, with_logits: bool = True
 ) -> float:
-    """Show every window to every meter; returns the seconds that reading took, without the meters that stand
-    aside.
-    """
+    """Show every window to every meter; returns seconds of reading, without the meters that stand aside."""
     started, aside = time.perf_counter(), 0.0
     for window in windows:
         first = 0

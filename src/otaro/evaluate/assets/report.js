@@ -38,7 +38,8 @@
   }
 
   const toggle = document.getElementById("theme");
-  const dark = () => (page.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+  const prefersDark = matchMedia("(prefers-color-scheme: dark)");
+  const dark = () => (page.dataset.theme ? page.dataset.theme === "dark" : prefersDark.matches);
   const name = () => (toggle.textContent = dark() ? "Light" : "Dark");
   toggle.addEventListener("click", () => {
     page.dataset.theme = dark() ? "light" : "dark";
