@@ -12,7 +12,6 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from otaro.errors import OtaroError
 from otaro.evaluate import charts
 from otaro.evaluate.charts import BITS, shown
 from otaro.evaluate.comparable import About, Series, held_out, measured, stage_of
@@ -29,6 +28,7 @@ from otaro.evaluate.run_folder import (
     recipe_of,
 )
 from otaro.file.atomic import write_text
+from otaro.file.replace import check_report
 from otaro.readable import size
 from otaro.sefp.precision import Precision
 
@@ -36,9 +36,8 @@ _WORDS = ("no", "one", "two", "three", "four", "five", "six")
 
 
 def write_report(runs: Sequence[Run], out: Path) -> None:
-    """Write the page."""
-    if out.is_dir():
-        raise OtaroError(f"{out} is a directory; name the file to write, such as {out / 'report.html'}")
+    """Write the page, where nothing is or an older one."""
+    check_report(out)
     write_text(out, _Report(runs).render())
 
 
