@@ -117,24 +117,22 @@ def shown(precision: str) -> str:
     return "full" if precision == FULL else precision
 
 
+_ORDER = [*map(shown, NAMES)]  # from fine to coarse, as in tables
+
+
 def by_precision(
     rows: Sequence[Row], runs: Sequence[str], title: str, *, from_zero: bool = False, height: int = 240
 ) -> Spec:
     """A measurement against precision: `rows` have precision, run, stage, value and maybe error.
 
-    The order is that of tables. The unquantized model stands apart, to the left.
+    The unquantized model stands apart, to the left.
     """
     data = [
         {**row, "precision": shown(row["precision"]), "full": row["precision"] == FULL}
         for row in rows
         if math.isfinite(row["value"])
     ]
-    x = alt.X(
-        "precision:N",
-        sort=[*map(shown, NAMES)],
-        title="precision",
-        axis=alt.Axis(labelAngle=0, labelPadding=6),
-    )
+    x = alt.X("precision:N", sort=_ORDER, title="precision", axis=alt.Axis(labelAngle=0, labelPadding=6))
     scale = alt.Scale(zero=True, padding=0) if from_zero else _value_scale(data, 12)
     y = alt.Y("value:Q", title=title, scale=scale)
     dashed = any(row["stage"] == "before" and row["run"] != BEFORE for row in data)
@@ -162,15 +160,15 @@ def by_precision(
 def size_curve(rows: Sequence[Row], runs: Sequence[str]) -> Spec:
     """What every megabyte buys: `rows` have precision, run, megabytes, and perplexity as value."""
     # A name stands above the highest point at its size: as lines fall to the right, all lie below it there.
-    axis = alt.Axis(labelFlush=False)
     ascending = sorted(rows, key=lambda row: row["value"])
     highest = {(row["precision"], row["megabytes"]): row for row in ascending}
     first = rows[0]["run"]
     named = [highest[row["precision"], row["megabytes"]] for row in rows if row["run"] == first]
     labelled = [{**row, "label": row["precision"] if row in named else ""} for row in rows]
     figures = (("megabytes:Q", "MB", ",.4~g"), ("value:Q", "perplexity", ",.4~g"))
+    axis = alt.Axis(title="megabytes on disk", labelFlush=False)
     base = of_rows(labelled).encode(
-        x=alt.X("megabytes:Q", title="megabytes on disk", scale=alt.Scale(zero=False, padding=24), axis=axis),
+        x=alt.X("megabytes:Q", scale=alt.Scale(zero=False, padding=24), axis=axis),
         y=alt.Y("value:Q", title="perplexity", scale=_value_scale(rows, 16)),
         color=_run_colour(runs, {row["run"] for row in rows}),
         tooltip=_tips("run:N", "precision:N", *figures),
@@ -180,9 +178,8 @@ def size_curve(rows: Sequence[Row], runs: Sequence[str]) -> Spec:
 
 
 def training(log: Sequence[Step], logs: Sequence[Sequence[Step]]) -> Spec:
-    """Cross-entropy by step in its precision's colour: steps, thinned where many, and means of stretches.
-
-    The scale is that of all `logs` that stand side by side.
+    """Cross-entropy by step in its precision's colour, on the scale of all `logs` that stand side by side:
+    steps, thinned where many, and means of stretches.
     """
     finite = [step for step in log if math.isfinite(step.cross_entropy)]
     points: list[Row] = [
@@ -224,19 +221,18 @@ def path(log: Sequence[Step]) -> Spec:
         steps = f"{first} to {last}" if stretch > 1 else str(first)
         rows.append({**place, "share": count / stretch, "steps": steps})
     present = {row["precision"] for row in rows}
-    order = [shown(name) for name in NAMES if shown(name) in present]
     bands, shares = alt.Scale(padding=0.15), alt.Scale(domain=[0, 1], range=[0.12, 1])
     told = (("steps:N", "step"), "precision:N", ("count:Q", "steps at it"), ("held:Q", "of these held back"))
     chart = of_rows(rows).mark_rect(stroke=None)
     chart = chart.encode(
         x=alt.X("from:Q", title="step", scale=alt.Scale(nice=False, zero=False), axis=_step_axis()),
         x2="to:Q",
-        y=alt.Y("precision:N", sort=order, title=None, scale=bands, axis=alt.Axis(domain=False)),
+        y=alt.Y("precision:N", sort=_ORDER, title=None, scale=bands, axis=alt.Axis(domain=False)),
         color=_precision_colour(present, legend=False),
         opacity=alt.Opacity("share:Q", scale=shares, legend=None),
         tooltip=_tips(*told),
     )
-    return _finish(chart.properties(name="steps"), 26 * len(order) + 20)
+    return _finish(chart.properties(name="steps"), 26 * len(present) + 20)
 
 
 def similarity(gradients: dict[str, Any]) -> Spec:
@@ -324,11 +320,10 @@ def _run_colour(runs: Sequence[str], present: set[str]) -> Any:
 
 def _precision_colour(present: set[str], *, legend: bool = True) -> Any:
     """Every precision has its own, everywhere."""
-    names = list(map(shown, NAMES))
     strokes = {"symbolType": "stroke", "symbolStrokeWidth": 3, "symbolOpacity": 1}
-    told = _legend(values=[name for name in names if name in present], **strokes) if legend else None
+    told = _legend(values=[name for name in _ORDER if name in present], **strokes) if legend else None
     colours = ["var(--before)", *(f"var(--m{p.mantissa_bits})" for p in PRECISIONS)]
-    return alt.Color("precision:N", scale=alt.Scale(domain=names, range=colours), legend=told)
+    return alt.Color("precision:N", scale=alt.Scale(domain=_ORDER, range=colours), legend=told)
 
 
 def _similarity_colour(low: float, legend: Any) -> Any:

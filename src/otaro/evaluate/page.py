@@ -61,8 +61,8 @@ def table(
     body = "".join(f"<tr>{''.join(_cell(cell, i, words) for i, cell in enumerate(row))}</tr>" for row in rows)
     stacked = " class=stacked" * (len(headings) >= _STACKED_FROM)
     parts = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
-    scrolled = f"<div class=scroll><table{stacked}>{parts}</table></div>"
-    return _captioned(caption, note, made_by(commands), scrolled)
+    whole = f'<div class=scroll><table{stacked} aria-label="{escape(caption)}">{parts}</table></div>'
+    return _captioned(caption, note, made_by(commands), whole)
 
 
 def _captioned(title: str, note: str, made: str, content: str) -> str:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from otaro.evaluate import charts
 from otaro.evaluate.charts import BITS, shown
@@ -185,23 +186,24 @@ class _Report:
                 how = "decode of {tokens} tokens after {context}, prefill of {prompt_tokens}"
                 how = how.format(**found["settings"])
                 alike.setdefault((place, how), []).append(run)
-        parts, ways = [], ("decode", "prefill")
+        parts = []
         for (place, how), runs in alike.items():
-            timed = [(run.name, row) for run in runs if run.bench for row in run.bench["precisions"]]
+            benches = [(run.name, run.bench["precisions"]) for run in runs if run.bench]
+            timed = [(row["precision"], name, row) for name, found in benches for row in found]
             points = [
-                {"precision": row["precision"], "run": name, "stage": stage_of(name), "value": row["decode"]}
-                for name, row in timed
+                {"precision": at, "run": name, "stage": stage_of(name), "value": row["decode"]}
+                for at, name, row in timed
             ]
             chart = charts.by_precision(points, self.names, "tokens per second", from_zero=True)
             commands = [_bench_command(run) for run in runs]
             note = f"One sequence, {how}; the median of rounds in turns. Higher is better. "
-            shares = [row.get("bandwidth_share", 1.0) for _, row in timed]
+            shares = [row.get("bandwidth_share", 1.0) for *_, row in timed]
             told = SMALL if max(shares, default=1.0) < FEW_BYTES else ""
             parts.append(self.page.figure(f"Decode speed on {place}", note + told, commands, chart))
             headings = ["precision", "run", "decode, tokens/s", "prefill, tokens/s", "read per token"]
             rows = [
-                [row["precision"], name, *(f"{row[way]:,.0f}" for way in ways), size(row["weight_bytes"])]
-                for name, row in timed
+                [at, name, f"{row['decode']:,.0f}", f"{row['prefill']:,.0f}", size(row["weight_bytes"])]
+                for at, name, row in timed
             ]
             parts.append(table("Speed by precision", headings, rows, commands, told, words=2))
         return "".join(parts) or self._missing("speed", "otaro bench {model} --json > {run}/bench.json")
@@ -209,48 +211,44 @@ class _Report:
     # Training, and what the analysis found.
 
     def _training(self) -> str:
-        logged = [run for run in self.runs if run.log]
+        logged = [(run, run.tuning) for run in self.runs if run.log and run.tuning is not None]
         if not logged:
             return self._missing("log of a tuning run", "otaro tune MODEL --data FILE --out RUN")
-        counted, note = [], ""
-        for run in logged:
-            assert run.tuning is not None  # a log has its config.json
-            counts = Counter(step.precision for step in run.log)
-            if has_full_pass(run.tuning):
+        counted, note = [Counter(step.precision for step in run.log) for run, _ in logged], ""
+        for (run, tuning), counts in zip(logged, counted, strict=True):
+            if has_full_pass(tuning):
                 counts[FULL], note = len(run.log), f"Where full counts every step, each has {FULL_PASS}."
-            counted.append(([run.name, recipe_of(run.tuning)], counts))
-        names = [name for name in NAMES if any(counts[name] for _, counts in counted)]
-        rows = [[*told, *(f"{counts[name]:,}" for name in names)] for told, counts in counted]
-        headings, commands = ["run", "recipe", *map(shown, names)], [run.command for run in logged]
+        names = [name for name in NAMES if any(counts[name] for counts in counted)]
+        rows = [
+            [run.name, recipe_of(tuning), *(f"{counts[name]:,}" for name in names)]
+            for (run, tuning), counts in zip(logged, counted, strict=True)
+        ]
+        headings, commands = ["run", "recipe", *map(shown, names)], [run.command for run, _ in logged]
         steps = table("Steps at each precision", headings, rows, commands, note, words=2)
-        figures = [self._losses(run, [one.log for one in logged]) for run in logged]
-        figures += [self._path(run) for run in logged if len({step.precision for step in run.log}) > 1]
+        logs = [run.log for run, _ in logged]
+        figures = [self._losses(run, tuning, logs) for run, tuning in logged]
+        figures += [
+            self._path(run, tuning) for run, tuning in logged if len({s.precision for s in run.log}) > 1
+        ]
         return f"<div class=pair>{''.join(figures)}</div>{steps}"
 
-    def _losses(self, run: Run, logs: Sequence[Sequence[Step]]) -> str:
-        assert run.tuning is not None
-        title, made, chart = (
-            f"Cross-entropy by step, {run.name}",
-            [run.command],
-            charts.training(run.log, logs),
-        )
+    def _losses(self, run: Run, tuning: dict[str, Any], logs: Sequence[Sequence[Step]]) -> str:
+        title, chart = f"Cross-entropy by step, {run.name}", charts.training(run.log, logs)
         lost = sum(not math.isfinite(step.cross_entropy) for step in run.log)
         note = "Of the labels alone, so that precisions compare. Dots are steps, "
         note += "lines are means over stretches of steps."
-        if all(step.cross_entropy == step.loss for step in run.log) and run.tuning["options"].get("distill"):
+        if all(step.cross_entropy == step.loss for step in run.log) and tuning["options"].get("distill"):
             note = "This log has no cross-entropy: the loss, at some precisions mixed with divergence."
             note += " Do not compare."
         note += f" {lost:,} steps without a finite loss are left out." if lost else ""
-        return self.page.figure(title, note, made, chart)
-
-    def _path(self, run: Run) -> str:
-        assert run.tuning is not None
-        held = sum(not step.applied for step in run.log)
-        note = f"{len(run.log):,} steps; the fuller the colour, the larger a precision's share."
-        note += " Besides, every step has a pass in full precision." * has_full_pass(run.tuning)
-        note += f" Gradients of {held:,} steps were held back and applied later." if held else ""
-        title, chart = f"Precision of each step, {run.name}", charts.path(run.log)
         return self.page.figure(title, note, [run.command], chart)
+
+    def _path(self, run: Run, tuning: dict[str, Any]) -> str:
+        title, held = f"Precision of each step, {run.name}", sum(not step.applied for step in run.log)
+        note = f"{len(run.log):,} steps; the fuller the colour, the larger a precision's share."
+        note += " Besides, every step has a pass in full precision." * has_full_pass(tuning)
+        note += f" Gradients of {held:,} steps were held back and applied later." if held else ""
+        return self.page.figure(title, note, [run.command], charts.path(run.log))
 
     def _gradients(self) -> str:
         told, command = "", "otaro analyze gradients {checkpoint} --text FILE"
