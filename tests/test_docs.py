@@ -40,8 +40,6 @@ LAID_OUT = sorted(
 )  # fmt: skip
 LONG = {
     "src/otaro/tune/templates/alpaca.jinja",  # models are stored with its text
-    # laid out by hand, a rule in a line
-    *(f"src/otaro/evaluate/assets/report.{kind}" for kind in ("css", "html", "js")),
 }
 """Files that may have longer lines."""
 OTHERS = {"vllm", "torchrun", "accelerate", "pip", "git", "curl"}

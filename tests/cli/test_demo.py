@@ -166,6 +166,16 @@ def test_a_wrong_name_costs_nothing(tmp_path):
         assert (tmp_path / "usual" / "result").exists()
 
 
+def test_a_page_that_is_no_report_stays(tmp_path):
+    (tmp_path / "usual").mkdir()
+    (tmp_path / "usual" / MARK).touch()
+    (tmp_path / "report.html").write_text("mine")
+    refused = CliRunner().invoke(app, ["demo", "--out", str(tmp_path), *SMALL])
+    assert f"{tmp_path / 'report.html'} is there, and no report of ours" in str(refused.exception)
+    assert (tmp_path / "report.html").read_text() == "mine"
+    assert (tmp_path / "usual" / MARK).exists()  # nothing was made room for
+
+
 def test_a_demo_does_not_replace_what_it_is_given(tmp_path):
     (tmp_path / "usual").mkdir()
     (tmp_path / "usual" / MARK).touch()

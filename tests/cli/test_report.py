@@ -108,6 +108,23 @@ def test_runs_side_by_side_go_where_it_is_said(run_folder, tmp_path, monkeypatch
     assert "One model, six precisions" in (tmp_path / "new" / "page.html").read_text()
 
 
+def test_a_report_replaces_a_report_and_nothing_else(run_folder, tmp_path, monkeypatch):
+    mine, page = tmp_path / "precious.html", tmp_path / "page.html"
+    mine.write_text("<!doctype html><title>mine</title><style></style><title>OTARo report: x</title>")
+    with monkeypatch.context() as patched:  # refused before anything is read
+        patched.setattr("otaro.evaluate.run_folder.read_runs", None)
+        refused = report(run_folder, "--out", mine).exception
+    told = f"{mine} is there, and no report of ours; choose another --out, or remove it"
+    assert isinstance(refused, otaro.OtaroError)
+    assert told in str(refused)
+    assert mine.read_text().startswith("<!doctype html><title>mine")
+    older = '<!doctype html>\n<html lang="en">\n<head>\n<title>OTARo report: run</title>\n<style>'
+    page.write_text(older)
+    for _ in range(2):
+        assert report(run_folder, "--out", page).exit_code == 0
+    assert page.read_text().count('<meta name="generator" content="otaro report">') == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

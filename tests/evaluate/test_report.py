@@ -12,17 +12,20 @@ import subprocess
 import sys
 from collections import Counter
 from html.parser import HTMLParser
+from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 import otaro
 from otaro.builtin import MODEL_DIR
+from otaro.cli import demo_story
 from otaro.errors import OtaroError
 from otaro.evaluate.charts import shown
 from otaro.evaluate.comparable import held_out, measured
 from otaro.evaluate.page import _library
-from otaro.evaluate.report import write_report
+from otaro.evaluate.report import FEW_BYTES, write_report
 from otaro.evaluate.run_folder import BEFORE, NAMES, read_runs
 from otaro.file.io import NestedDirectory
 from otaro.file.summary import summarize
@@ -231,7 +234,7 @@ def test_the_opening_tells_the_result(full_report):
     assert "One model, six precisions" in text
     assert "best takes 1.6 MB at E5M8, and the first 739.3 kB of it are the model at E5M3." in text
     assert "perplexity changes by +237.5% (plain: +237.5%)" in text
-    assert "67.50739.3 kB4.139 bits" in text
+    assert "67.50739.3 kB4.14 bits" in text
     assert (
         "Perplexity of best on wiki.txt (9,000 tokens, windows of 512, stride 256, each begun with BOS), "
         "lower is better" in text
@@ -252,7 +255,9 @@ def test_the_first_figure_is_relative_to_the_best_at_each_precision(tmp_path, bu
             for name in NAMES
         },
     }
-    assert second["description"].startswith("Perplexity on data held out of builtin, by size")
+    assert second["description"].startswith(
+        "Perplexity on data held out of the built-in tuning text, by size"
+    )
     sizes = {row.precision: row.bytes / 1e6 for row in summarize(NestedDirectory(builtin_nested)).precisions}
     curve = {
         row["precision"]: (row["megabytes"], row["value"])
@@ -293,8 +298,8 @@ def test_hashes_are_under_a_fold(full_report):
 def test_the_opening_tells_of_held_out_data_where_nothing_else_was_measured(tmp_path, builtin_nested):
     best = make_run(tmp_path / "best", TUNED, builtin_nested)
     text = Reader(page_of(best, make_run(tmp_path / "plain", {**BEFORE_TUNING, "E5M3": 9.6}))).text
-    assert "perplexity changes by +7.7% (before tuning: +24.2%; plain: +20.8%)" in text
-    assert "8.52739.3 kB4.139 bits9.87 before tuning" in text
+    assert "perplexity changes by +7.7% (plain: +20.8%; before tuning: +24.2%)" in text
+    assert "8.52739.3 kB4.14 bits9.87 before tuning" in text
 
 
 def test_cross_entropy_is_drawn_and_not_what_was_trained_on(tmp_path):
@@ -319,16 +324,16 @@ def test_a_quality_record_in_a_folder_called_before_is_the_model_before_tuning(t
     write_entries(tmp_path / "before", quality_entries(2.0))
     (several, glance) = perplexities(read_runs([run, tmp_path / "before"])).values()
     assert [(series.label, series.stage, series.values["E5M3"]) for series in several] == [
-        (BEFORE, "before", 135.0),
         ("run", "after", 67.5),
+        (BEFORE, "before", 135.0),
     ]
-    assert [series.label for series in glance] == [BEFORE, "run"]
+    assert [series.label for series in glance] == ["run", BEFORE]
     page = page_of(run, tmp_path / "before")
-    assert "67.50739.3 kB4.139 bits135.00 before tuning" in Reader(page).text
+    assert "67.50739.3 kB4.14 bits135.00 before tuning" in Reader(page).text
     first = next(iter(charts_of(page).values()))
     assert first["layer"][0]["encoding"]["color"]["scale"] == {
-        "domain": [BEFORE, "run"],
-        "range": ["var(--before)", "var(--run-1)"],
+        "domain": ["run", BEFORE],
+        "range": ["var(--run-1)", "var(--before)"],
     }
     alone = Reader(page_of(tmp_path / "before")).text
     assert "perplexity changes by +237.5%." in alone
@@ -347,23 +352,23 @@ def test_every_heading_of_quality_says_which_text_and_columns_have_one_order(tmp
     quality = page[page.index('<section id="quality"') : page.index('<section id="size"')]
     titles = re.findall(r"<strong>(.*?)</strong>", quality)
     assert len(titles) == len(set(titles))
-    assert sum("data held out of builtin" in title for title in titles) == 3
+    assert sum("data held out of the built-in tuning text" in title for title in titles) == 3
     heads = [re.findall(r"<th [^>]*>(.*?)</th>", head) for head in re.findall(r"<thead>.*?</thead>", quality)]
     by_run = [head for head in heads if head[0] == "precision"]
     assert len(by_run) == 3  # perplexity on both texts, and divergence
-    assert all(head == ["precision", "before tuning", "run"] for head in by_run)
+    assert all(head == ["precision", "run", "before tuning"] for head in by_run)
 
 
 def test_bits_are_those_of_the_whole_model_everywhere(tmp_path, builtin_nested):
     page = page_of(make_run(tmp_path / "run", TUNED, builtin_nested))
     bits = {
-        row.precision: f"{row.bits_per_weight:.3f}"
+        row.precision: f"{row.bits_per_weight:.2f}"
         for row in summarize(NestedDirectory(builtin_nested)).precisions
     }
     told = Reader(page).text
     assert all(told.count(f"{count} bits") == 1 for count in bits.values())
     assert all(f"class=number>{count}</td>" in page for count in bits.values())
-    assert "4.125" not in page  # of packed weights alone
+    assert "4.13" not in page  # of packed weights alone
 
 
 def steps_table(*runs):
@@ -388,9 +393,10 @@ def test_steps_count_the_pass_in_full_precision_and_name_the_recipe(tmp_path):
     assert ours[:3] == ["run", "best", str(STEPS)]
     assert sum(map(int, ours[3:])) == STEPS
     assert theirs == ["usual", "fp", str(STEPS), *["0"] * 6]
+    assert "Here run was tuned once for all precisions; usual was tuned as usual, then rounded." in told
     assert "need no steps of their own" in told
-    told, (_, alone) = steps_table(usual)
-    assert alone == theirs
+    told, (headings, alone) = steps_table(usual)
+    assert (headings, alone) == (["run", "recipe", "full"], theirs[:3])  # where none has steps, no column
     assert "need no steps of their own" not in told
 
 
@@ -409,8 +415,8 @@ def test_texts_of_different_tokens_are_not_compared(tmp_path, builtin_nested):
     } == {
         "wiki.txt (9,000 tokens, windows of 512, stride 256, each begun with BOS)": ["one"],
         "wiki.txt (7,000 tokens, windows of 512, stride 256, each begun with BOS)": ["two"],
-        "data held out of builtin (sequences of 128, seed 0, 9,000 tokens)": [BEFORE, "one"],
-        "data held out of builtin (sequences of 128, seed 0, 7,000 tokens)": [BEFORE, "two"],
+        "data held out of the built-in tuning text (sequences of 128, seed 0, 9,000 tokens)": ["one", BEFORE],
+        "data held out of the built-in tuning text (sequences of 128, seed 0, 7,000 tokens)": ["two", BEFORE],
     }
 
 
@@ -419,14 +425,12 @@ def test_runs_whose_sequences_begin_otherwise_are_not_compared(tmp_path, builtin
     for run, bos in zip(runs[1:], (False, True), strict=True):  # the first was tuned before it was recorded
         config = json.loads((run / "config.json").read_text())
         (run / "config.json").write_text(json.dumps({**config, "bos": bos}))
+    held = "data held out of the built-in tuning text"
     assert {
         text: [series.label for series in several] for text, several in perplexities(read_runs(runs)).items()
     } == {
-        "data held out of builtin (sequences of 128, seed 0)": [BEFORE, "older", "without"],
-        "data held out of builtin (sequences of 128, each with a beginning-of-text token, seed 0)": [
-            BEFORE,
-            "with",
-        ],
+        f"{held} (sequences of 128, seed 0)": ["older", "without", BEFORE],
+        f"{held} (sequences of 128, each with a beginning-of-text token, seed 0)": ["with", BEFORE],
     }
 
 
@@ -450,6 +454,29 @@ def test_speed_is_what_bench_timed_and_nothing_else(tmp_path, builtin_nested):
     assert "E5M8one100500512.0 kB" in Reader(page).text
     settings = "--prompt-tokens 64 --tokens 32 --context 16 --rounds 3"
     assert f"otaro bench {runs[0] / 'nested'} {settings} --json" in page
+
+
+@pytest.mark.parametrize(("share", "said"), [(0.29, 2), (0.31, 0)])
+def test_speed_that_hardly_follows_the_bits_is_told_as_the_demo_tells_it(tmp_path, share, said):
+    rows = [{**row, "bandwidth_share": share} for row in timed()["precisions"]]
+    run = make_run(tmp_path / "run", TUNED)
+    (run / "bench.json").write_text(json.dumps({**timed(), "precisions": rows}))
+    assert page_of(run).count("speed hardly follows the bits here") == said
+    assert demo_story.FEW_BYTES == FEW_BYTES
+
+
+def test_means_are_of_several_steps_and_losses_of_runs_on_one_scale(tmp_path):
+    runs = [make_run(tmp_path / name, TUNED) for name in ("one", "two")]
+    for run, loss in zip(runs, (2.0, 4.0), strict=True):
+        names = ["E5M4" if step % 4 == 0 or step > 61 else "E5M3" for step in range(1, 65)]
+        lines = [{"step": i, "precision": name, "loss": loss + i / 64} for i, name in enumerate(names, 1)]
+        (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = charts_of(page_of(*runs))
+    figures = [found[f"Cross-entropy by step, {name}"]["layer"] for name in ("one", "two")]
+    scales = [layer["encoding"]["y"]["scale"]["domain"] for figure in figures for layer in figure]
+    assert scales == [[2 + 1 / 64, 5.0]] * 4
+    means = Counter(row["precision"] for row in figures[0][0]["data"]["values"])
+    assert means == {"E5M3": 46 // 8, "E5M4": 18 // 8}  # the last three steps have no mean of their own
 
 
 def test_averages_are_of_shares_at_one_limit(tmp_path):
@@ -490,12 +517,65 @@ def test_half_a_surrogate_pair_does_not_stop_the_page(tmp_path):
 
 def test_every_figure_and_table_has_the_commands_that_made_it(full_report):
     page = full_report.read_text()
-    blocks = re.findall(r"<figcaption>.*?</figcaption>|<caption>.*?</caption>", page, re.DOTALL)
+    blocks = re.findall(r"<figcaption>.*?</figcaption>", page, re.DOTALL)
     assert len(blocks) == 16 + 7
     made = [[html.unescape(one) for one in re.findall(r"<li><code>(.*?)</code>", block)] for block in blocks]
     assert all(made)
     commands = {command for some in made for command in some}
     assert {f"{EVAL} --text wiki.txt", "otaro analyze gradients run/model --text wiki.txt"} <= commands
+
+
+def test_commands_that_differ_in_their_precision_are_one(tmp_path):
+    (tmp_path / "model").mkdir()
+    entries = [entry for entry in quality_entries(1.0) if entry["kind"] == "perplexity"]
+    for entry in entries:
+        entry["command"] = f"otaro eval model --precision {entry['precision']} --text wiki.txt"
+    entries[-1]["command"] += " --window 512"
+    write_entries(tmp_path / "model", entries)
+    lists = re.findall(r"how it was made</summary><ul>(.*?)</ul>", page_of(tmp_path / "model"))
+    assert all(
+        re.findall("<code>(otaro.*?)</code>", one)
+        == [
+            "otaro eval model --precision fp,E5M8,E5M7,E5M6,E5M5,E5M4 --text wiki.txt",
+            "otaro eval model --precision E5M3 --text wiki.txt --window 512",
+        ]
+        for one in lists
+    )
+    assert lists
+
+
+def test_what_is_built_in_has_a_name_for_each_of_its_texts(tmp_path, builtin_nested):
+    run = make_run(tmp_path / "run", TUNED, builtin_nested)
+    entries = [{**entry, "text": "builtin"} for entry in quality_entries(1.0) if "text" in entry]
+    write_entries(run / "nested", entries)
+    assert [what.partition(" (")[0] for what in perplexities(read_runs([run]))] == [
+        "the built-in test text",
+        "data held out of the built-in tuning text",
+    ]
+
+
+def luminance(colour: str) -> float:
+    linear = [
+        (one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4)
+        for one in (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    ]
+    return sum(weight * one for weight, one in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_lines_stand_out_from_the_paper_and_precisions_lighten(theme):
+    style = resources.files("otaro.evaluate").joinpath("assets", "report.css").read_text()
+    colours = {
+        name: luminance(both[theme])
+        for name, *both in re.findall(r"--([\w-]+): light-dark\((#.*?), (#.*?)\);", style)
+    }
+    papers = (colours["paper"], colours["raised"])
+    lines = {name: one for name, one in colours.items() if re.fullmatch(r"m\d|run-\d|before", name)}
+    assert len(lines) == 6 + 6 + 1
+    for one in lines.values():
+        assert all((max(one, paper) + 0.05) / (min(one, paper) + 0.05) >= 3 for paper in papers)
+    scale = [lines[f"m{bits}"] for bits in range(8, 2, -1)]
+    assert all((coarser + 0.05) / (finer + 0.05) > 1.15 for finer, coarser in pairwise(scale))
 
 
 def test_the_command_of_a_run_names_every_option(tmp_path):
@@ -515,12 +595,12 @@ def test_runs_on_the_same_data_share_their_baseline_and_others_do_not(tmp_path):
     (two / "perplexity.json").write_text(json.dumps({"before": BEFORE_TUNING, "after": TUNED}))
     found = perplexities(read_runs([one, two, other]))
     assert [[series.label for series in several] for several in found.values()] == [
-        [BEFORE, "one", "two"],
-        [BEFORE, "other"],
+        ["one", "two", BEFORE],
+        ["other", BEFORE],
     ]
     (two / "perplexity.json").write_text(json.dumps({"before": {"E5M8": 9.0}, "after": TUNED}))
     labels = [series.label for series in next(iter(perplexities(read_runs([one, two])).values()))]
-    assert labels == ["one, before", "two, before", "one", "two"]
+    assert labels == ["one", "two", "one, before", "two, before"]
 
 
 def test_what_was_measured_of_both_forms_of_a_model_counts_once(tmp_path, builtin_nested):
@@ -823,8 +903,8 @@ def test_a_browser_draws_every_figure_and_no_script_fails(full_report, browser):
     assert figures["Decode speed on a Xeon, kernels cpu:avx2, 2 threads"]["point"] == 6
     assert figures["Cross-entropy by step, best"]["circle"] == STEPS
     assert figures["Cross-entropy by step, plain"]["line mark"] == 1
-    assert figures["Search path, best"]["rect mark"] == STEPS
-    assert "Search path, plain" not in figures
+    assert figures["Precision of each step, best"]["rect mark"] == STEPS
+    assert "Precision of each step, plain" not in figures
     assert figures["Similarity of gradients, best"]["rect mark"] == 36
     assert figures["Similarity by layer and projection, best"]["rect mark"] == 13
 
@@ -861,6 +941,26 @@ def test_the_theme_switches_and_hovering_shows_values(full_report, browser, tmp_
     assert told["theme"] == ["dark", True]
     assert "% above the best" in told["tooltip"]
     assert "best" in told["tooltip"]
+
+
+MEASURED = """
+addEventListener("load", () => setTimeout(() => {
+  const inner = document.querySelector("iframe").contentDocument;
+  const tables = [...inner.querySelectorAll(".scroll")].map((one) =>
+    [one.previousElementSibling.querySelector("strong").textContent, one.scrollWidth > one.clientWidth]);
+  document.documentElement.dataset.told = JSON.stringify(tables);
+}, 1000));
+"""
+
+
+def test_tables_fit_a_phone(full_report, browser, tmp_path):
+    page = re.sub(r"<meta http-equiv[^>]*>|<script.*?</script>", "", full_report.read_text(), flags=re.DOTALL)
+    frame = f'<iframe width="375" height="800" scrolling="no" srcdoc="{html.escape(page)}"></iframe>'
+    (tmp_path / "phone.html").write_text(f"<!doctype html>{frame}<script>{MEASURED}</script>")
+    content, _ = browser(tmp_path / "phone.html")
+    tables = json.loads(html.unescape(re.search(r'data-told="([^"]*)"', content)[1]))
+    assert len(tables) == 7
+    assert [title for title, wider in tables if wider] == ["Accuracy by task"]
 
 
 def test_a_browser_runs_nothing_of_hostile_text(hostile_report, browser):

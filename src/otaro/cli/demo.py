@@ -90,10 +90,13 @@ def demo(
     from otaro.evaluate.subject import Subject
     from otaro.file.hub import Hub
     from otaro.file.io import NestedDirectory
+    from otaro.file.replace import check_report
     from otaro.file.summary import summarize
     from otaro.tune.config import recipe
 
+    report = out / "report.html"
     altair()  # is refused now if it is missing, not after all the work
+    check_report(report)
     console.quiet_transformers()
     recipes = {USUAL: recipe("best", "fp"), OURS: recipe("best")}
     settings: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "sequence_length": sequence_length}
@@ -118,7 +121,6 @@ def demo(
     parts = demo_story.changing(nested, prompt, device)
     upgraded = demo_story.upgrade(nested, folders[UPGRADE], prompt, device)
     _say("5 of 5: a report")
-    report = out / "report.html"
     write_report(read_runs([folders[OURS], folders[USUAL], folders[BEFORE]]), report)
     summary = summarize(NestedDirectory(nested))
     if json:

@@ -27,7 +27,11 @@ def report(
         ),
     ],
     out: Annotated[
-        Path | None, typer.Option(help="The file to write: RUN/report.html, for several runs report.html.")
+        Path | None,
+        typer.Option(
+            help="The file to write, in place of a report at most; by default RUN/report.html, of several "
+            "runs report.html."
+        ),
     ] = None,
     json: console.JsonOption = False,
 ) -> None:
@@ -37,10 +41,12 @@ def report(
     """
     from otaro.evaluate.report import write_report
     from otaro.evaluate.run_folder import read_runs
+    from otaro.file.replace import check_report
 
+    target = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
+    check_report(target)
     with console.progress_bar("reading (million weights)", 1_000_000) as progress:
         read = read_runs(runs, lambda name, done, total: progress(console.escape(name), done, total))
-    target = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     with console.err.status("writing ..."):
         write_report(read, target)
     if json:

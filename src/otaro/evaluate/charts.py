@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
 from itertools import combinations, cycle, islice
+from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 from otaro.errors import OtaroError, install
@@ -26,7 +27,7 @@ RUN_COLOURS = 6  # --run-1 ... --run-6 of the style sheet, then from the first a
 _SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross")
 _LOG_FROM = 4  # a range of perplexities wider than this factor is shown on a logarithmic scale
 _BINS = 120  # of steps, along the path
-_MEANS, _STRETCH = 40, 10  # means of losses along the training, each over this many steps at least
+_MEANS, _FEWEST = 40, 8  # means of losses along the training, each of so many steps: one of fewer jumps about
 
 _INK, _MUTED, _LINE = "var(--ink)", "var(--muted)", "var(--line)"
 _TEXT = {"labelColor": _MUTED, "titleColor": _MUTED, "labelFontSize": 12, "titleFontSize": 12}
@@ -116,20 +117,22 @@ def shown(precision: str) -> str:
     return "full" if precision == FULL else precision
 
 
+_ORDER = [*map(shown, NAMES)]  # from fine to coarse, as in tables
+
+
 def by_precision(
     rows: Sequence[Row], runs: Sequence[str], title: str, *, from_zero: bool = False, height: int = 240
 ) -> Spec:
     """A measurement against precision: `rows` have precision, run, stage, value and maybe error.
 
-    The unquantized model stands apart, to the right.
+    The unquantized model stands apart, to the left.
     """
     data = [
         {**row, "precision": shown(row["precision"]), "full": row["precision"] == FULL}
         for row in rows
         if math.isfinite(row["value"])
     ]
-    order = [shown(name) for name in [*reversed(NAMES[1:]), FULL]]
-    x = alt.X("precision:N", sort=order, title="precision", axis=alt.Axis(labelAngle=0, labelPadding=6))
+    x = alt.X("precision:N", sort=_ORDER, title="precision", axis=alt.Axis(labelAngle=0, labelPadding=6))
     scale = alt.Scale(zero=True, padding=0) if from_zero else _value_scale(data, 12)
     y = alt.Y("value:Q", title=title, scale=scale)
     dashed = any(row["stage"] == "before" and row["run"] != BEFORE for row in data)
@@ -163,8 +166,9 @@ def size_curve(rows: Sequence[Row], runs: Sequence[str]) -> Spec:
     named = [highest[row["precision"], row["megabytes"]] for row in rows if row["run"] == first]
     labelled = [{**row, "label": row["precision"] if row in named else ""} for row in rows]
     figures = (("megabytes:Q", "MB", ",.4~g"), ("value:Q", "perplexity", ",.4~g"))
+    axis = alt.Axis(title="megabytes on disk", labelFlush=False)
     base = of_rows(labelled).encode(
-        x=alt.X("megabytes:Q", title="megabytes on disk", scale=alt.Scale(zero=False, padding=24)),
+        x=alt.X("megabytes:Q", scale=alt.Scale(zero=False, padding=24), axis=axis),
         y=alt.Y("value:Q", title="perplexity", scale=_value_scale(rows, 16)),
         color=_run_colour(runs, {row["run"] for row in rows}),
         tooltip=_tips("run:N", "precision:N", *figures),
@@ -173,24 +177,27 @@ def size_curve(rows: Sequence[Row], runs: Sequence[str]) -> Spec:
     return _finish(alt.layer(*_lines_and_points(base), names), 260)
 
 
-def training(log: Sequence[Step]) -> Spec:
-    """Cross-entropy by step in its precision's colour: steps, thinned where many, and means of stretches."""
+def training(log: Sequence[Step], logs: Sequence[Sequence[Step]]) -> Spec:
+    """Cross-entropy by step in its precision's colour, on the scale of all `logs` that stand side by side:
+    steps, thinned where many, and means of stretches.
+    """
     finite = [step for step in log if math.isfinite(step.cross_entropy)]
     points: list[Row] = [
         {"step": step.step, "precision": shown(step.precision), "loss": step.cross_entropy}
         for step in finite[:: max(1, len(finite) // 1500)]
     ]
-    stretch = max(_STRETCH, math.ceil(len(log) / _MEANS))
-    groups: dict[tuple[str, int], list[float]] = {}
-    for step in finite:
-        groups.setdefault((shown(step.precision), (step.step - 1) // stretch), []).append(step.cross_entropy)
-    means = [
-        {"step": number * stretch + (stretch + 1) / 2, "precision": name, "loss": sum(losses) / len(losses)}
-        for (name, number), losses in groups.items()
-    ]
+    means = []
+    for name in NAMES:
+        mine = [step for step in finite if step.precision == name]
+        count = min(_MEANS, len(mine) // _FEWEST)
+        for part in (mine[i * len(mine) // count : (i + 1) * len(mine) // count] for i in range(count)):
+            at, loss = fmean(step.step for step in part), fmean(step.cross_entropy for step in part)
+            means.append({"step": at, "precision": shown(name), "loss": loss})
+    losses = [step.cross_entropy for one in logs for step in one if is_finite(step.cross_entropy)]
+    domain = {"domain": [min(losses), max(losses)], "nice": True} if len(set(losses)) > 1 else {}
     encoding = {
         "x": alt.X("step:Q", title="step", scale=alt.Scale(nice=False), axis=_step_axis()),
-        "y": alt.Y("loss:Q", title="cross-entropy (nats)", scale=alt.Scale(zero=False)),
+        "y": alt.Y("loss:Q", title="cross-entropy (nats)", scale=alt.Scale(zero=False, **domain)),
         "color": _precision_colour({row["precision"] for row in points}),
     }
     tooltip = _tips("step:Q", "precision:N", ("loss:Q", None, ".4f"))
@@ -214,19 +221,18 @@ def path(log: Sequence[Step]) -> Spec:
         steps = f"{first} to {last}" if stretch > 1 else str(first)
         rows.append({**place, "share": count / stretch, "steps": steps})
     present = {row["precision"] for row in rows}
-    order = [shown(name) for name in NAMES if shown(name) in present]
     bands, shares = alt.Scale(padding=0.15), alt.Scale(domain=[0, 1], range=[0.12, 1])
     told = (("steps:N", "step"), "precision:N", ("count:Q", "steps at it"), ("held:Q", "of these held back"))
     chart = of_rows(rows).mark_rect(stroke=None)
     chart = chart.encode(
         x=alt.X("from:Q", title="step", scale=alt.Scale(nice=False, zero=False), axis=_step_axis()),
         x2="to:Q",
-        y=alt.Y("precision:N", sort=order, title=None, scale=bands, axis=alt.Axis(domain=False)),
+        y=alt.Y("precision:N", sort=_ORDER, title=None, scale=bands, axis=alt.Axis(domain=False)),
         color=_precision_colour(present, legend=False),
         opacity=alt.Opacity("share:Q", scale=shares, legend=None),
         tooltip=_tips(*told),
     )
-    return _finish(chart.properties(name="steps"), 26 * len(order) + 20)
+    return _finish(chart.properties(name="steps"), 26 * len(present) + 20)
 
 
 def similarity(gradients: dict[str, Any]) -> Spec:
@@ -284,7 +290,7 @@ def _finish(chart: Any, height: int = 240) -> Spec:
 
 
 def _step_axis() -> Any:
-    return alt.Axis(grid=False, tickMinStep=1, tickCount=10)
+    return alt.Axis(grid=False, tickMinStep=1, tickCount=10, labelFlush=False)
 
 
 def _value_scale(data: Sequence[Row], padding: int) -> Any:
@@ -302,23 +308,22 @@ def _low_end(rows: Sequence[Row]) -> float:
 
 
 def _run_names(runs: Sequence[str]) -> list[str]:
-    return [BEFORE, *(run for run in runs if run != BEFORE)]
+    return [*(run for run in runs if run != BEFORE), BEFORE]
 
 
 def _run_colour(runs: Sequence[str], present: set[str]) -> Any:
     names = _run_names(runs)
-    colours = ["var(--before)", *(f"var(--run-{i % RUN_COLOURS + 1})" for i in range(len(names) - 1))]
+    colours = [*(f"var(--run-{i % RUN_COLOURS + 1})" for i in range(len(names) - 1)), "var(--before)"]
     legend = _legend(values=[name for name in names if name in present], labelLimit=400, symbolOpacity=1)
     return alt.Color("run:N", scale=alt.Scale(domain=names, range=colours), legend=legend)
 
 
 def _precision_colour(present: set[str], *, legend: bool = True) -> Any:
     """Every precision has its own, everywhere."""
-    names = list(map(shown, NAMES))
     strokes = {"symbolType": "stroke", "symbolStrokeWidth": 3, "symbolOpacity": 1}
-    told = _legend(values=[name for name in names if name in present], **strokes) if legend else None
+    told = _legend(values=[name for name in _ORDER if name in present], **strokes) if legend else None
     colours = ["var(--before)", *(f"var(--m{p.mantissa_bits})" for p in PRECISIONS)]
-    return alt.Color("precision:N", scale=alt.Scale(domain=names, range=colours), legend=told)
+    return alt.Color("precision:N", scale=alt.Scale(domain=_ORDER, range=colours), legend=told)
 
 
 def _similarity_colour(low: float, legend: Any) -> Any:

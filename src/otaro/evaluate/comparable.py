@@ -64,7 +64,7 @@ def measured(runs: Sequence[Run], kind: str) -> Compared:
                     series = by_run.setdefault(run.name, Series(run.name, stage_of(run.name)))
                     commands = entry.get("commands", [entry["command"]])
                     series.add(entry["precision"], entry[value], entry.get(beside), commands)
-    return _before_first({about: list(series.values()) for about, series in found.items()})
+    return _before_last({about: list(series.values()) for about, series in found.items()})
 
 
 def held_out(runs: Sequence[Run]) -> Compared:
@@ -76,15 +76,16 @@ def held_out(runs: Sequence[Run]) -> Compared:
             begun = ", each with a beginning-of-text token" if run.tuning.get("bos") else ""
             told = f"sequences of {training.get('sequence_length')}{begun}, seed {training.get('seed')}"
             told += f", {run.held_out_tokens:,} tokens" if run.held_out_tokens is not None else ""
-            text = About(f"{training.get('eval_data') or 'data held out of ' + run.tuning['data']} ({told})")
+            data, apart = _called(run.tuning["data"], "tuning"), training.get("eval_data")
+            text = About(f"{_called(apart, 'tuning') if apart else f'data held out of {data}'} ({told})")
             for stage, values in run.held_out.items():
                 found.setdefault(text, []).append(Series(run.name, stage, values, {}, [run.command]))
     for text, several in found.items():
         baselines = [one for one in several if one.stage == "before"]
         if baselines and all(one.values == baselines[0].values for one in baselines):
             shared = Series(BEFORE, "before", baselines[0].values, {}, baselines[0].commands)
-            found[text] = [shared, *(one for one in several if one.stage == "after")]
-    return _before_first(found)
+            found[text] = [*(one for one in several if one.stage == "after"), shared]
+    return _before_last(found)
 
 
 def stage_of(run: str) -> str:
@@ -92,8 +93,13 @@ def stage_of(run: str) -> str:
     return "before" if run == BEFORE else "after"
 
 
-def _before_first(found: Compared) -> Compared:
-    return {about: sorted(series, key=lambda one: one.stage != "before") for about, series in found.items()}
+def _before_last(found: Compared) -> Compared:
+    return {about: sorted(series, key=lambda one: one.stage == "before") for about, series in found.items()}
+
+
+def _called(name: str, part: str) -> str:
+    """A text as people read it: `builtin` is another one to tune on than to measure on."""
+    return f"the built-in {part} text" if name == "builtin" else name
 
 
 def _otherwise(run: Run, entry: Entry) -> str:
@@ -114,7 +120,8 @@ def _about(run: Run, entry: Entry) -> About:
     stride = f", stride {entry['stride']}" if "stride" in entry else ""
     begun = ", each begun with BOS" if entry["bos"] else ", none begun with BOS"
     kept = f", keys and values in {entry['kv']}" if entry.get("kv") else ""
-    text = f"{entry['text']} ({entry['tokens']:,} tokens, windows of {entry['window']}{stride}{begun}{kept})"
+    windows = f"windows of {entry['window']}{stride}{begun}{kept}"
+    text = f"{_called(entry['text'], 'test')} ({entry['tokens']:,} tokens, {windows})"
     if entry["kind"] == "divergence":
         text = f"{shown(entry['reference'])} precision on {text}"
     return About(text + _otherwise(run, entry), f"sha256 {entry['text_sha256']}")

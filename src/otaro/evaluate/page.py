@@ -20,6 +20,7 @@ from typing import Any
 
 from otaro.evaluate.charts import CONFIG, Spec, altair
 
+_MEASURED = re.compile(r"(otaro eval .*? --precision )(E5M\d|fp)( .*)?")
 _STACKED_FROM = 7  # columns, from which on notes stand below their figures
 
 Cell = str | tuple[str, str]
@@ -34,11 +35,21 @@ def escape(text: object) -> str:
 
 def made_by(commands: Iterable[str], digest: str = "") -> str:
     """A fold with the commands that made something, and what a machine knows its data by."""
-    lines = [*dict.fromkeys(commands), *([digest] if digest else [])]
+    lines = [*_joined(commands), *([digest] if digest else [])]
     if not lines:
         return ""
     items = "".join(f"<li><code>{escape(line)}</code></li>" for line in lines)
     return f"<details><summary>how it was made</summary><ul>{items}</ul></details>"
+
+
+def _joined(commands: Iterable[str]) -> list[str]:
+    """The commands, one in place of those that differ in their precision alone: it makes what they made."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for command in dict.fromkeys(commands):
+        found = _MEASURED.fullmatch(command)
+        before, name, after = found.groups("") if found else (command, "", "")
+        alike.setdefault((before, after), []).append(name)
+    return [",".join(names).join(around) for around, names in alike.items()]
 
 
 def table(
@@ -49,9 +60,14 @@ def table(
     head = "".join(f"<th scope=col{_number(i, words)}>{escape(heading)}</th>" for i, heading in numbered)
     body = "".join(f"<tr>{''.join(_cell(cell, i, words) for i, cell in enumerate(row))}</tr>" for row in rows)
     stacked = " class=stacked" * (len(headings) >= _STACKED_FROM)
-    told = f"<div><strong>{escape(caption)}</strong> {escape(note)} {made_by(commands)}</div>"
-    parts = f"<caption>{told}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
-    return f"<div class=scroll><table{stacked}>{parts}</table></div>"
+    parts = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+    whole = f'<div class=scroll><table{stacked} aria-label="{escape(caption)}">{parts}</table></div>'
+    return _captioned(caption, note, made_by(commands), whole)
+
+
+def _captioned(title: str, note: str, made: str, content: str) -> str:
+    caption = f"<strong>{escape(title)}</strong> {escape(note)} {made}"
+    return f"<figure><figcaption>{caption}</figcaption>{content}</figure>"
 
 
 def _cell(cell: Cell, column: int, words: int) -> str:
@@ -78,8 +94,7 @@ class Page:
         key = f"chart-{len(self.charts) + 1}"
         self.charts[key] = {**chart, "description": f"{title}, {on}" if on else title}
         told = f"On {on}. {note}" if on else note
-        caption = f"<strong>{escape(title)}</strong> {escape(told)} {made_by(commands, digest)}"
-        return f'<figure><figcaption>{caption}</figcaption><div class=chart id="{key}"></div></figure>'
+        return _captioned(title, told, made_by(commands, digest), f'<div class=chart id="{key}"></div>')
 
     def render(self, title: str, opening: str, sections: Sequence[tuple[str, str, str]]) -> str:
         """The whole file; sections are (name in the address, heading, content)."""

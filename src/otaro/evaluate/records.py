@@ -127,6 +127,7 @@ class _Timed(TypedDict):
     prefill: Above
     decode: Above
     weight_bytes: Above
+    bandwidth_share: NotRequired[Above]
 
 
 class BenchSettings(TypedDict):

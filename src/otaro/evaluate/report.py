@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from otaro.errors import OtaroError
 from otaro.evaluate import charts
 from otaro.evaluate.charts import BITS, shown
 from otaro.evaluate.comparable import About, Series, held_out, measured, stage_of
@@ -24,29 +26,33 @@ from otaro.evaluate.run_folder import (
     FULL_PASS,
     NAMES,
     Run,
+    Step,
     has_full_pass,
+    how_tuned,
     is_finite,
     recipe_of,
 )
 from otaro.file.atomic import write_text
+from otaro.file.replace import check_report
 from otaro.readable import size
 from otaro.sefp.precision import Precision
 
+FEW_BYTES = 0.3  # of the memory's bandwidth: below, something else bounds the speed
+SMALL = "So small a model is bound by other work than reading weights: speed hardly follows the bits here."
 _WORDS = ("no", "one", "two", "three", "four", "five", "six")
 
 
 def write_report(runs: Sequence[Run], out: Path) -> None:
-    """Write the page."""
-    if out.is_dir():
-        raise OtaroError(f"{out} is a directory; name the file to write, such as {out / 'report.html'}")
+    """Write the page, where nothing is or an older one."""
+    check_report(out)
     write_text(out, _Report(runs).render())
 
 
 class _Report:
     def __init__(self, runs: Sequence[Run]) -> None:
         self.runs, self.page = runs, Page()
-        # in every table the first
-        self.names = sorted((run.name for run in runs), key=lambda name: name != BEFORE)
+        # in every table the last
+        self.names = sorted((run.name for run in runs), key=lambda name: name == BEFORE)
         self.perplexities = {**measured(runs, "perplexity"), **held_out(runs)}
 
     def render(self) -> str:
@@ -56,7 +62,7 @@ class _Report:
             ("training", "Training", self._training()),
             ("gradients", "Gradients", self._gradients()),
         ]
-        return self.page.render(" and ".join(self.names), self._opening(), sections)
+        return self.page.render(_listed(self.names), self._opening(), sections)
 
     # The opening: what came out, at a glance.
 
@@ -76,9 +82,14 @@ class _Report:
         tiles = "".join(_tile(name, run, after, before) for name in present)
         commands = [*(after.commands if after else []), *([_inspect(run)] if run.summary else [])]
         told = f"Perplexity of {run.name} on {text.what}, lower is better; size" if after else "Size"
-        lede = f"<p class=lede>{_lede(run, after, before, series, present)}</p>"
+        lede = f"<p class=lede>{_lede(run, after, before, series, present)} {self._ways()}</p>"
         caption = f"<div class=caption>{escape(f'{told}; {BITS}.')} {made_by(commands)}</div>"
         return f"{title}{lede}<dl class=tiles>{tiles}</dl>{caption}"
+
+    def _ways(self) -> str:
+        """What the runs are, where there are several."""
+        ways = [f"{run.name} was {how_tuned(run.tuning)}" for run in self.runs if run.tuning is not None]
+        return escape(f"Here {'; '.join(ways)}.") if len(ways) > 1 else ""
 
     # Quality.
 
@@ -151,7 +162,8 @@ class _Report:
             chart = charts.by_precision(_points(series), self.names, "divergence (nats)")
             title, made = f"Divergence from {text.what}", _commands(series)
             told += self.page.figure(title, hint, made, chart, digest=text.digest)
-            told += _by_precision("Divergence by precision", series, _divergence_cell, note)
+            cell = partial(_cell, form="{:.4f}", beside="{:.1%}")
+            told += _by_precision("Divergence by precision", series, cell, note)
         reference = "the unquantized model" if self.runs[0].nested is None else "its finest precision"
         command = "otaro eval {model} --precision all --text FILE --divergence"
         return told or self._missing(f"divergence from {reference}", command)
@@ -174,62 +186,69 @@ class _Report:
                 how = "decode of {tokens} tokens after {context}, prefill of {prompt_tokens}"
                 how = how.format(**found["settings"])
                 alike.setdefault((place, how), []).append(run)
-        parts, ways = [], ("decode", "prefill")
+        parts = []
         for (place, how), runs in alike.items():
-            timed = [(run.name, row) for run in runs if run.bench for row in run.bench["precisions"]]
-            series = []
-            for run in runs:
-                speeds = {row["precision"]: row["decode"] for name, row in timed if name == run.name}
-                series.append(Series(run.name, stage_of(run.name), speeds))
-            chart = charts.by_precision(_points(series), self.names, "tokens per second", from_zero=True)
-            commands = [_bench_command(run) for run in runs]
-            note = f"One sequence, {how}; the median of rounds in turns. Higher is better."
-            parts.append(self.page.figure(f"Decode speed on {place}", note, commands, chart))
-            headings = ["precision", "run", "decode, tokens/s", "prefill, tokens/s", "weights per token"]
-            rows = [
-                [row["precision"], name, *(f"{row[way]:,.0f}" for way in ways), size(row["weight_bytes"])]
-                for name, row in timed
+            benches = [(run.name, run.bench["precisions"]) for run in runs if run.bench]
+            timed = [(row["precision"], name, row) for name, found in benches for row in found]
+            points = [
+                {"precision": at, "run": name, "stage": stage_of(name), "value": row["decode"]}
+                for at, name, row in timed
             ]
-            parts.append(table("Speed by precision", headings, rows, commands, words=2))
+            chart = charts.by_precision(points, self.names, "tokens per second", from_zero=True)
+            commands = [_bench_command(run) for run in runs]
+            note = f"One sequence, {how}; the median of rounds in turns. Higher is better. "
+            shares = [row.get("bandwidth_share", 1.0) for *_, row in timed]
+            told = SMALL if max(shares, default=1.0) < FEW_BYTES else ""
+            parts.append(self.page.figure(f"Decode speed on {place}", note + told, commands, chart))
+            headings = ["precision", "run", "decode, tokens/s", "prefill, tokens/s", "read per token"]
+            rows = [
+                [at, name, f"{row['decode']:,.0f}", f"{row['prefill']:,.0f}", size(row["weight_bytes"])]
+                for at, name, row in timed
+            ]
+            parts.append(table("Speed by precision", headings, rows, commands, told, words=2))
         return "".join(parts) or self._missing("speed", "otaro bench {model} --json > {run}/bench.json")
 
     # Training, and what the analysis found.
 
     def _training(self) -> str:
-        logged = [run for run in self.runs if run.log]
+        logged = [(run, run.tuning) for run in self.runs if run.log and run.tuning is not None]
         if not logged:
             return self._missing("log of a tuning run", "otaro tune MODEL --data FILE --out RUN")
-        headings = ["run", "recipe", *map(shown, NAMES)]
-        rows, note = [], ""
-        for run in logged:
-            assert run.tuning is not None  # a log has its config.json
-            counts = {name: sum(step.precision == name for step in run.log) for name in NAMES}
-            if has_full_pass(run.tuning):
+        counted, note = [Counter(step.precision for step in run.log) for run, _ in logged], ""
+        for (run, tuning), counts in zip(logged, counted, strict=True):
+            if has_full_pass(tuning):
                 counts[FULL], note = len(run.log), f"Where full counts every step, each has {FULL_PASS}."
-            rows.append([run.name, recipe_of(run.tuning), *(f"{count:,}" for count in counts.values())])
-        commands = [run.command for run in logged]
+        names = [name for name in NAMES if any(counts[name] for counts in counted)]
+        rows = [
+            [run.name, recipe_of(tuning), *(f"{counts[name]:,}" for name in names)]
+            for (run, tuning), counts in zip(logged, counted, strict=True)
+        ]
+        headings, commands = ["run", "recipe", *map(shown, names)], [run.command for run, _ in logged]
         steps = table("Steps at each precision", headings, rows, commands, note, words=2)
-        return "".join(map(self._training_of, logged)) + steps
+        logs = [run.log for run, _ in logged]
+        figures = [self._losses(run, tuning, logs) for run, tuning in logged]
+        figures += [
+            self._path(run, tuning) for run, tuning in logged if len({s.precision for s in run.log}) > 1
+        ]
+        return f"<div class=pair>{''.join(figures)}</div>{steps}"
 
-    def _training_of(self, run: Run) -> str:
-        assert run.tuning is not None
-        made, log = [run.command], run.log
-        lost = sum(not math.isfinite(step.cross_entropy) for step in log)
+    def _losses(self, run: Run, tuning: dict[str, Any], logs: Sequence[Sequence[Step]]) -> str:
+        title, chart = f"Cross-entropy by step, {run.name}", charts.training(run.log, logs)
+        lost = sum(not math.isfinite(step.cross_entropy) for step in run.log)
         note = "Of the labels alone, so that precisions compare. Dots are steps, "
         note += "lines are means over stretches of steps."
-        if all(step.cross_entropy == step.loss for step in log) and run.tuning["options"].get("distill"):
+        if all(step.cross_entropy == step.loss for step in run.log) and tuning["options"].get("distill"):
             note = "This log has no cross-entropy: the loss, at some precisions mixed with divergence."
             note += " Do not compare."
         note += f" {lost:,} steps without a finite loss are left out." if lost else ""
-        figures = self.page.figure(f"Cross-entropy by step, {run.name}", note, made, charts.training(log))
-        if len({step.precision for step in log}) > 1:
-            held = sum(not step.applied for step in log)
-            note = f"The precision of each of {len(log):,} steps;"
-            note += " the fuller the colour, the larger its share."
-            note += " Besides, every step has a pass in full precision." * has_full_pass(run.tuning)
-            note += f" Gradients of {held:,} steps were held back and applied later." if held else ""
-            figures += self.page.figure(f"Search path, {run.name}", note, made, charts.path(log))
-        return f"<div class=pair>{figures}</div>"
+        return self.page.figure(title, note, [run.command], chart)
+
+    def _path(self, run: Run, tuning: dict[str, Any]) -> str:
+        title, held = f"Precision of each step, {run.name}", sum(not step.applied for step in run.log)
+        note = f"{len(run.log):,} steps; the fuller the colour, the larger a precision's share."
+        note += " Besides, every step has a pass in full precision." * has_full_pass(tuning)
+        note += f" Gradients of {held:,} steps were held back and applied later." if held else ""
+        return self.page.figure(title, note, [run.command], charts.path(run.log))
 
     def _gradients(self) -> str:
         told, command = "", "otaro analyze gradients {checkpoint} --text FILE"
@@ -291,7 +310,7 @@ def _tile(name: str, run: Run, after: Series | None, before: Series | None) -> s
     if name in sizes:
         lines.append(f"<dd>{size(sizes[name])}</dd>")
     if name in bits:
-        lines.append(f"<dd>{bits[name]:.3f} bits</dd>")
+        lines.append(f"<dd>{bits[name]:.2f} bits</dd>")
     if before and name in before.values:
         lines.append(f"<dd>{_number(before.values[name])} before tuning</dd>")
     return f'<div class="tile m{Precision(name).mantissa_bits}">{"".join(lines)}</div>'
@@ -302,18 +321,22 @@ def _sizes(runs: Sequence[Run]) -> str:
     summary = runs[0].summary
     assert summary is not None
     sizes = _bytes(runs[0])
-    rows = [["FP16", size(2 * (summary.packed_weights + summary.other_parameters)), "16.000", "100.0%"]]
+    rows = [["FP16", size(2 * (summary.packed_weights + summary.other_parameters)), "16.00", "100.0%"]]
     for row in summary.precisions:
         if row.bytes is not None:
-            shares = f"{row.bits_per_weight:.3f}", f"{row.ratio_to_fp16:.1%}"
+            shares = f"{row.bits_per_weight:.2f}", f"{row.ratio_to_fp16:.1%}"
             rows.append([row.precision, size(row.bytes), *shares])
     note = (
         f"Each precision is a prefix of the next finer one: all {_WORDS[len(sizes)]} together take "
         f"{size(max(sizes.values()))}, where separate files would take {size(sum(sizes.values()))}. FP16 is "
         f"two bytes for every weight. Here and elsewhere bits are {BITS}, what is not packed included."
     )
-    title = f"Size of {', '.join(run.name for run in runs)}"
+    title = f"Size of {_listed([run.name for run in runs])}"
     return table(title, ["precision", "size", "bits per weight", "of FP16"], rows, map(_inspect, runs), note)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join([*filter(None, [", ".join(names[:-1])]), names[-1]])
 
 
 def _by_precision(
@@ -395,8 +418,3 @@ def _cell(series: Series, name: str, form: str, beside: str) -> Cell:
         return "–", ""
     other = series.besides.get(name)
     return form.format(series.values[name]), "" if other is None else beside.format(other)
-
-
-def _divergence_cell(series: Series, name: str) -> Cell:
-    """With how often the likeliest token is the same."""
-    return _cell(series, name, "{:.4f}", "{:.1%}")

@@ -24,7 +24,7 @@ from otaro.errors import OtaroError
 from otaro.evaluate import records
 from otaro.evaluate.progress import Progress
 from otaro.evaluate.quality import Entry, coding_of, identity, read_quality
-from otaro.evaluate.records import PRECISION_NAMES
+from otaro.evaluate.records import FULL, PRECISION_NAMES
 from otaro.file.coding import Coding, choose_coding
 from otaro.file.header import BASE, shard_name
 from otaro.file.io import NestedDirectory
@@ -174,6 +174,13 @@ def recipe_of(tuning: dict[str, Any]) -> str:
     # a run of before there was such a pass states none
     plain = recipe == "best" and tuning["options"].get("full", 1) == 0
     return recipe if METHOD_OF.get(recipe) == method and not plain else method
+
+
+def how_tuned(tuning: dict[str, Any]) -> str:
+    """What a run did to the model, in words."""
+    method, _, alone = str(tuning["options"].get("method")).partition(":")
+    for_what = f"for {alone} alone" if alone else "once for all precisions"
+    return "tuned as usual, then rounded" if method == FULL else f"tuned {for_what}"
 
 
 def has_full_pass(tuning: dict[str, Any]) -> bool:

@@ -3,7 +3,7 @@ else stays.
 
 Two models in one folder would leave it to chance which one is opened, and replacing an ordinary checkpoint
 would lose it: a folder that holds one is refused. A record (quality, fits) stays with the model it is about;
-that of another is put aside.
+that of another is put aside. A report gives way to a report, and no other file does.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ SENSITIVITY_FILE = "sensitivity.json"  # what it measured for that
 DECODER_FILE = "decoder.json"  # the model as decoders see it, for programs without Python
 SHARDS = [shard_name(plane) for plane in range(BASE, FINEST + 1)]
 _RECORDS = (QUALITY_FILE, FITS_FILE, SENSITIVITY_FILE)
+# in the head of a report, and of one from before 0.2.0
+_REPORTS = (b'<meta name="generator" content="otaro report">', b"<title>OTARo report: ")
 _OTHER_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*")
 
 
@@ -39,6 +41,21 @@ def check_replaceable(target: Path) -> None:
         raise TargetError(
             f"{target} holds another model ({other[0]}), which stays as it is; choose another folder"
         )
+
+
+def check_report(target: Path) -> None:
+    """Refuse a place that is a directory, or a file other than a report."""
+    if target.is_dir():
+        example = target / "report.html"
+        raise TargetError(f"{target} is a directory; name the file to write, such as {example}")
+    if target.exists() and not (target.is_file() and _is_report(target)):
+        raise TargetError(f"{target} is there, and no report of ours; choose another --out, or remove it")
+
+
+def _is_report(path: Path) -> bool:
+    with path.open("rb") as file:
+        head = file.read(1024).partition(b"<style>")[0]  # what it says of a run comes after its title
+    return head.startswith(b"<!doctype html>") and any(mark in head for mark in _REPORTS)
 
 
 def carry_over(old: Path, new: Path, model: str, replaced: Sequence[str]) -> None:
