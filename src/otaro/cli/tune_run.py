@@ -1,8 +1,7 @@
 """One tuning run: load, measure, train, measure, save, pack; by one process or several, in one go or more.
 
 What it tunes and leaves is tune_model.py, what trains it tune_trainer.py, what it is measured on
-tune_heldout.py, how it is packed tune_pack.py, how it ends early tune_ends.py, the folder it is kept in
-tune_folder.py.
+tune_heldout.py, how it is packed tune_pack.py, how it ends early tune_ends.py, its folder tune_folder.py.
 """
 
 from __future__ import annotations
@@ -101,9 +100,8 @@ class TuningRun:
         with console.err.status("loading model and data ..."):
             model, tokenizer, training, held_out = self._load()
             windows = self._as_can_be_judged(training, held_out, _positions(model))
-            # refuses before a folder is made, and so does what comes next
             settings = arguments(self.training, self.around.save_every, self.folder.checkpoints)
-            self._tell_memory(model)
+            self._tell_memory(model)  # refuses before a folder is made, as the line before does
         with self._begun():
             found = processes.from_first(
                 lambda: last_good_checkpoint(self.folder.checkpoints) if self.resume else None

@@ -70,9 +70,7 @@ class RemoteModel:
     @cached_property
     def base(self) -> Header:
         """Of the base shard."""
-        if self._base is None:
-            return self.base_offer().header
-        return self._base
+        return self.base_offer().header if self._base is None else self._base
 
     def base_offer(self) -> Offer:
         """The base shard, without which there is no model."""
