@@ -157,9 +157,8 @@ class TuningRun:
                 other = self.options.reconstruction
                 raise OtaroError(f"it chooses codes that stand for midpoints, not for {other}")
             if self.training.fsdp:
-                raise OtaroError(
-                    "a sharded model cannot be judged; otaro pack --calibrate takes OUT/model and a text"
-                )
+                advice = "otaro pack --calibrate takes OUT/model and a text"
+                raise OtaroError(f"a sharded model cannot be judged; {advice}")
             examples = (ids for ids, _ in training.examples)
             return windows_of_examples(examples, SAMPLES, min(LENGTH, positions or LENGTH))
         except OtaroError as why:

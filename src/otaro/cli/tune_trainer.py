@@ -37,9 +37,8 @@ def arguments(training: Training, save_every: int, checkpoints: Path) -> Any:
         settings = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
     mixed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if mixed != "no" and not (mixed == "bf16" and t.bf16):
-        raise OtaroError(
-            f"accelerate was told to compute in {mixed}; leave that to --bf16, and tell accelerate `no`"
-        )
+        advice = "leave that to --bf16, and tell accelerate `no`"
+        raise OtaroError(f"accelerate was told to compute in {mixed}; {advice}")
     if launcher_says("ACCELERATE_USE_DEEPSPEED"):
         raise OtaroError("DeepSpeed is not supported; to share weights out over processes use --fsdp")
     with worded():

@@ -139,10 +139,8 @@ def read_small(source: Source, name: str, path: Path) -> bool:
             while data := piece.read(CHUNK):
                 length += len(data)
                 if length > _LARGEST_BESIDE:
-                    most = readable_size(_LARGEST_BESIDE)
-                    raise FetchError(
-                        f"{name} at {source} is larger than {most}, which no model needs; it is not fetched"
-                    )
+                    larger = f"larger than {readable_size(_LARGEST_BESIDE)}, which no model needs"
+                    raise FetchError(f"{name} at {source} is {larger}; it is not fetched")
                 file.write(data)
             _check_end(piece, length, name, source)
             file.flush()

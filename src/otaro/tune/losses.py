@@ -124,9 +124,8 @@ class PassLoss(AnyTrainer):  # type: ignore[misc]
         That is what it does where a `compute_loss_func` is given, and for that of ours the outputs are kept.
         """
         if self.args.loss_type != "nll" or getattr(self, "aux_loss_enabled", False):
-            raise TrainingError(
-                "of SFTTrainer's losses only loss_type='nll', without router_aux_loss_coef, can be quantized"
-            )
+            only = "only loss_type='nll', without router_aux_loss_coef, can be quantized"
+            raise TrainingError(f"of SFTTrainer's losses {only}")
         given, smoother = self.compute_loss_func, self.label_smoother
         model = self.accelerator.unwrap_model(self.model)
 
