@@ -21,6 +21,7 @@ import otaro
 from otaro.cli.main import app
 from otaro.errors import CheckpointError, DigestError, FetchError, FormatError, ShardMissingError, TargetError
 from otaro.file import fetch as fetching
+from otaro.file import remote
 from otaro.file import source as sources
 from otaro.file.fetch import FOLDER, fetch
 from otaro.file.header import shard_name
@@ -53,7 +54,8 @@ def server(packed):
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(fetching, "_PAUSES", (0.01,) * 4)
+    for module in (fetching, remote):
+        monkeypatch.setattr(module, "PAUSES", (0.01,) * 4)
 
 
 def run(*arguments):
@@ -223,7 +225,7 @@ def test_a_shard_without_end_ends_where_its_header_says(packed, tmp_path, server
 
 
 def test_a_small_file_without_end_is_given_up(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(fetching, "_LARGEST_BESIDE", 1_000_000)
+    monkeypatch.setattr(remote, "_LARGEST_BESIDE", 1_000_000)
     server.endless = "config.json"
     with pytest.raises(FetchError, match=r"config\.json at .* is larger than 1\.0 MB"):
         fetch(server.address, tmp_path / "out")

@@ -325,7 +325,7 @@ def test_a_share_in_full_precision_is_a_pass_of_its_own_and_the_teacher_of_the_o
 
 def test_without_a_share_and_at_full_precision_nothing_is_distilled(train, monkeypatch):
     monkeypatch.setattr(
-        "otaro.tune.trainer._divergence", lambda *_: pytest.fail("computed although not asked for")
+        "otaro.tune.losses._divergence", lambda *_: pytest.fail("computed although not asked for")
     )
     train(options(distill=0.0), max_steps=8)
     teacher, plain = (train(options(method="fp", distill=share), max_steps=8)[0] for share in (0.5, 0.0))

@@ -90,7 +90,7 @@ def _of_files(directory: str, hub: Hub) -> _Found:
 
 def _of_headers(model: str, hub: Hub) -> _Found:
     from otaro.file.coding import CODING_FILE
-    from otaro.file.fetch import RemoteModel, read_small
+    from otaro.file.remote import RemoteModel, read_small
     from otaro.file.replace import FITS_FILE, QUALITY_FILE
     from otaro.file.source import find_source
     from otaro.file.summary import summarize_headers

@@ -52,9 +52,8 @@ class HeldOut:
         with console.progress_bar(title) as progress:
             for number, precision in enumerate(precisions):
                 progress(str(precision or "full precision"), number, len(precisions))
-                loss = losses_by_precision(trainer.model, trainer.precisely, [precision], ours, self._dtype)[
-                    0
-                ]
+                model, precisely = trainer.model, trainer.precisely
+                (loss,) = losses_by_precision(model, precisely, [precision], ours, self._dtype)
                 parts = processes.together((loss * counted, counted))
                 means.append(sum(total for total, _ in parts) / max(sum(tokens for _, tokens in parts), 1))
         reshard(trainer.model)

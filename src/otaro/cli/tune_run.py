@@ -1,17 +1,14 @@
-"""One tuning run: load, measure, train, measure, save, pack; in one process or several, to the end or to
-where it can go on.
+"""One tuning run: load, measure, train, measure, save, pack; by one process or several, in one go or more.
 
-What it tunes and leaves is tune_model.py, what it is measured on tune_heldout.py, how it is packed
-tune_pack.py, how it ends early tune_ends.py, the folder it is kept in tune_folder.py.
+What it tunes and leaves is tune_model.py, what trains it tune_trainer.py, what it is measured on
+tune_heldout.py, how it is packed tune_pack.py, how it ends early tune_ends.py, its folder tune_folder.py.
 """
 
 from __future__ import annotations
 
 import json as json_module
-import os
 import platform
-import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
@@ -22,7 +19,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from otaro.cli import console
-from otaro.cli.tune_ends import explained, interruptible, worded
+from otaro.cli.tune_ends import explained, interruptible
+from otaro.cli.tune_trainer import arguments, launcher_says, make_trainer, train
 from otaro.errors import OtaroError
 from otaro.tune import processes
 
@@ -57,26 +55,19 @@ class TuningRun:
         from otaro.tune.config import Around, ConfigError
 
         options.check_rate(training.lr)
-        if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        if launcher_says("ACCELERATE_USE_FSDP"):
             training = replace(training, fsdp=True)
         if training.fsdp and processes.size() == 1:
-            raise ConfigError(
-                "--fsdp shares weights out over several processes; start them with torchrun "
-                "--nproc_per_node N"
-            )
+            how = "start them with torchrun --nproc_per_node N"
+            raise ConfigError(f"--fsdp shares weights out over several processes; {how}")
         self.source, self.data, self.out, self.options, self.training = model, data, out, options, training
         self.around, self.resume, self.hub = around or Around(), resume, hub or HUB
         self.folder = RunFolder(out, allowed)
         self._packed = False
-        stated: dict[str, Any] = {
-            "model": model,
-            "revision": self.hub.revision,
-            "data": data,
-            "recipe": recipe,
-        }
-        stated |= {"options": options.to_dict(), "training": asdict(training) | asdict(self.around)}
-        stated["processes"] = processes.size()
-        stated["launcher"] = processes.launcher()
+        stated: dict[str, Any] = {"model": model, "revision": self.hub.revision, "data": data}
+        stated |= {"recipe": recipe, "options": options.to_dict()}
+        stated |= {"training": asdict(training) | asdict(self.around)}
+        stated |= {"processes": processes.size(), "launcher": processes.launcher()}
         self.stated: dict[str, Any] = json_module.loads(json_module.dumps(stated))
         self.before: dict[str, Any] | None = self.folder.stated() if resume else None
         if self.before is not None:
@@ -109,8 +100,8 @@ class TuningRun:
         with console.err.status("loading model and data ..."):
             model, tokenizer, training, held_out = self._load()
             windows = self._as_can_be_judged(training, held_out, _positions(model))
-            arguments = self._arguments()  # refuses before a folder is made, and so does
-            self._tell_memory(model)
+            settings = arguments(self.training, self.around.save_every, self.folder.checkpoints)
+            self._tell_memory(model)  # refuses before a folder is made, as the line before does
         with self._begun():
             found = processes.from_first(
                 lambda: last_good_checkpoint(self.folder.checkpoints) if self.resume else None
@@ -120,11 +111,13 @@ class TuningRun:
                 console.remark(f"--resume: {way}")
             if processes.is_first():
                 forget_steps_after(self.folder.log, int(found.name.rpartition("-")[2]) if found else 0)
-            trainer = self._trainer(model, tokenizer, training, arguments)
+            trainer = make_trainer(model, tokenizer, training, settings, self.options, self.folder.log)
+            if self.training.compile:
+                trainer.compile_steps()
             unseen = self._held_out(held_out, trainer) if held_out is not None else None
             trainer.judge = partial(self._judge, trainer, unseen) if unseen is not None else None
             measured = self._measured_before(found)
-            seconds = self._train(trainer, found, partial(self._begin, trainer, unseen, measured))
+            seconds = train(trainer, found, partial(self._begin, trainer, unseen, measured))
         self._measure(trainer, unseen, measured, "after")
         with console.err.status("saving ..."):
             tuned = self._tuned(trainer)
@@ -133,16 +126,12 @@ class TuningRun:
         if processes.is_first():
             pack_plainly(self.out, self.options)
             self._packed = True
-        packing = processes.from_first(lambda: self._calibrate(tuned, windows, unseen, measured))
-        perplexities = {"before": measured.get("before", {}), "after": measured.get("after", {})}
-        done = {
-            "steps": trainer.state.global_step,
-            "full": trainer.full_share,
-            "tokens": measured.get("tokens", 0),
-        }
-        done["longest"] = unseen.longest if unseen is not None else None
-        done["average"] = {name: value for name, value in trainer.judgement.items() if name != "step"} or None
-        result = {"out": str(self.out), "seconds": seconds, **done, "packing": packing, **perplexities}
+        result = {"out": str(self.out), "seconds": seconds, "steps": trainer.state.global_step}
+        result |= {"full": trainer.full_share, "tokens": measured.get("tokens", 0)}
+        result["longest"] = unseen.longest if unseen is not None else None
+        result["average"] = {key: value for key, value in trainer.judgement.items() if key != "step"} or None
+        result["packing"] = processes.from_first(lambda: self._calibrate(tuned, windows, unseen, measured))
+        result |= {when: measured.get(when, {}) for when in ("before", "after")}
         if processes.is_first():
             self.folder.finish(result)
         processes.wait()
@@ -165,13 +154,11 @@ class TuningRun:
             if held_out is None:
                 raise OtaroError("nothing is held out to judge it by")
             if self.options.reconstruction != "midpoint":
-                raise OtaroError(
-                    f"it chooses codes that stand for midpoints, not for {self.options.reconstruction}"
-                )
+                other = self.options.reconstruction
+                raise OtaroError(f"it chooses codes that stand for midpoints, not for {other}")
             if self.training.fsdp:
-                raise OtaroError(
-                    "a sharded model cannot be judged; otaro pack --calibrate takes OUT/model and a text"
-                )
+                advice = "otaro pack --calibrate takes OUT/model and a text"
+                raise OtaroError(f"a sharded model cannot be judged; {advice}")
             examples = (ids for ids, _ in training.examples)
             return windows_of_examples(examples, SAMPLES, min(LENGTH, positions or LENGTH))
         except OtaroError as why:
@@ -188,9 +175,8 @@ class TuningRun:
         if windows is None or unseen is None:
             return None
         if unseen.tokens < FEW_TOKENS:
-            console.remark(
-                f"--calibrate: left out, {unseen.tokens} held-out tokens are too few to judge it by"
-            )
+            few = f"{unseen.tokens} held-out tokens are too few to judge it by"
+            console.remark(f"--calibrate: left out, {few}")
             return None
         plain = {name: log(perplexity) for name, perplexity in measured["after"].items()}
         if (judged := calibrate(self.out, tuned, self.options, windows, self.data, unseen, plain)) is None:
@@ -215,15 +201,12 @@ class TuningRun:
         if processes.is_first():
             if not self.resume:
                 self.folder.clear()  # of what a failed run left
-            self.folder.write(
-                {**self.stated, "versions": {**console.versions(), "python": platform.python_version()}}
-            )
+            versions = {**console.versions(), "python": platform.python_version()}
+            self.folder.write({**self.stated, "versions": versions})
         processes.wait()
         if not self.out.is_dir():
-            raise OtaroError(
-                f"--out {self.out} is not seen by all processes; it must lie where all of "
-                "their machines write"
-            )
+            advice = "it must lie where all of their machines write"
+            raise OtaroError(f"--out {self.out} is not seen by all processes; {advice}")
         try:
             yield
         except BaseException:
@@ -304,92 +287,8 @@ class TuningRun:
 
     def _sequence_length(self, model: Any) -> int:
         """As long as was asked for, or as the model can take."""
-        positions = _positions(model)
-        return (
-            self.training.sequence_length
-            if positions is None
-            else min(self.training.sequence_length, positions)
-        )
-
-    def _arguments(self) -> Any:
-        import torch
-        from transformers import TrainingArguments
-
-        from otaro.cli.tune_model import OPTIMIZERS
-
-        t = self.training
-        settings: dict[str, Any] = {}
-        # else its launcher has told it all
-        if t.fsdp and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
-            settings = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
-        mixed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-        if mixed != "no" and not (mixed == "bf16" and t.bf16):
-            raise OtaroError(
-                f"accelerate was told to compute in {mixed}; leave that to --bf16, and tell accelerate `no`"
-            )
-        if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
-            raise OtaroError("DeepSpeed is not supported; to share weights out over processes use --fsdp")
-        with worded():
-            return TrainingArguments(
-                output_dir=str(self.folder.checkpoints),
-                per_device_train_batch_size=t.batch_size,
-                gradient_accumulation_steps=t.grad_accum,
-                num_train_epochs=t.epochs,
-                max_steps=t.steps or -1,
-                learning_rate=t.lr,
-                lr_scheduler_type=t.schedule,
-                optim=OPTIMIZERS[t.optimizer],
-                max_grad_norm=t.clip,
-                bf16=t.bf16,
-                gradient_checkpointing=t.gradient_checkpointing,
-                seed=t.seed,
-                save_steps=self.around.save_every,
-                save_total_limit=2,
-                logging_strategy="no",
-                logging_nan_inf_filter=False,  # our trainer stops at the first such loss
-                report_to=[],
-                disable_tqdm=True,
-                remove_unused_columns=False,
-                dataloader_pin_memory=torch.cuda.is_available(),
-                use_cpu=processes.on_cpu(),  # or accelerate would leave processes on a CPU to themselves
-                **settings,
-            )
-
-    def _trainer(self, model: Any, tokenizer: Any, dataset: TokenDataset, arguments: Any) -> Any:
-        from transformers import PrinterCallback
-
-        from otaro.tune.data import collate, padding_id
-        from otaro.tune.trainer import OtaroTrainer, reaches_all
-
-        with worded():
-            trainer = OtaroTrainer(
-                model=model,
-                args=arguments,
-                train_dataset=dataset,
-                data_collator=collate(padding_id(tokenizer)),
-                otaro=self.options,
-                otaro_log=self.folder.log,
-            )
-        if trainer.accelerator.num_processes != processes.size():
-            seen = trainer.accelerator.num_processes
-            raise OtaroError(
-                f"accelerate sees {seen} of {processes.size()} processes; start them with torchrun"
-            )
-        by_ddp = processes.size() > 1 and not trainer.is_fsdp_enabled
-        if by_ddp and processes.from_first(lambda: reaches_all(trainer.model)):
-            # Or DDP would look for weights without a gradient in every step, and warn that there are none.
-            trainer.accelerator.ddp_handler.find_unused_parameters = False
-        if self.training.compile:
-            trainer.compile_steps()
-        trainer.remove_callback(PrinterCallback)  # we have a bar
-        return trainer
-
-    def _train(self, trainer: Any, checkpoint: Path | None, begin: Callable[[], None]) -> float:
-        """Returns how many seconds the steps took after `begin`."""
-        with ExitStack() as stack:  # closes the bar, however it ends
-            trainer.add_callback(watcher := _watcher(trainer, stack, begin))
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        return float(watcher.seconds)
+        asked, positions = self.training.sequence_length, _positions(model)
+        return asked if positions is None else min(asked, positions)
 
     def _tuned(self, trainer: Any) -> Any:
         """The tuned model as it is to be saved, adapters merged; in the first process."""
@@ -460,43 +359,11 @@ class TuningRun:
         if last := last_good_checkpoint(self.folder.checkpoints):
             there = f"{self.out / 'nested'} is there, packed plainly, and " if self._packed else ""
             return f"{there}kept is {last}; go on with: {command_to_resume(self.out, self.stated)}"
-        return (
-            f"nothing is kept, as the first checkpoint comes after {self.around.save_every} steps "
-            "(--save-every)"
-        )
+        after = f"after {self.around.save_every} steps (--save-every)"
+        return f"nothing is kept, as the first checkpoint comes {after}"
 
 
 def _positions(model: Any) -> int | None:
     """How many tokens a model was made for, if it says so."""
     positions = getattr(model.config, "max_position_embeddings", None)
     return None if positions is None else int(positions)
-
-
-def _watcher(trainer: Any, stack: ExitStack, begin: Callable[[], None]) -> Any:
-    """Calls `begin` when model and optimizer are in place, then draws a bar with the loss and precision of
-    each step.
-
-    After the last one the bar is closed: what is judged then has one of its own.
-    """
-    from transformers import TrainerCallback
-
-    class Watcher(TrainerCallback):  # type: ignore[misc] # transformers is not typed
-        started = seconds = 0.0
-
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            begin()
-            self.started = time.perf_counter()
-            self.progress = stack.enter_context(console.progress_bar("tuning (steps)"))
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            last = trainer.last_record
-            held = "" if last["applied"] else f", held back {last['accumulated']}"
-            self.progress(
-                f"loss {last['loss']:.3f} at {last['precision']}{held}", state.global_step, state.max_steps
-            )
-
-        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.seconds = time.perf_counter() - self.started
-            stack.close()
-
-    return Watcher()

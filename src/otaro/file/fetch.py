@@ -1,10 +1,7 @@
-"""Fetching a nested model: the shards that a precision needs and that are not there yet, each checked before
-it is used.
+"""Fetching a nested model: the shards that a precision needs and lacks, each checked before it is used.
 
-Of every shard the header comes first, by itself. It is bounded and sealed, tells how long the shard is and
-which model it belongs to, and has a digest of each tensor. So a length that a server states, too short, too
-long or none, decides nothing; two headers that are alike are those of two files that are alike; and what came
-of a shard before a cut is gone on with exactly if it begins with the header that the source has now.
+The header of a shard is known before the shard comes (`remote.py`): what came of it before a cut is gone on
+with exactly if it begins with the header that the source has now.
 
 What is under way lies in OUT/.fetch, one file for each shard that grows from its beginning. A shard goes to
 its place by a rename, when every digest is right: the base shard first, right behind the files beside it,
@@ -15,136 +12,28 @@ from then on.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
 
 from otaro.errors import DigestError, FetchError, FormatError, OtaroError, ShardMissingError, TargetError
 from otaro.file.atomic import alone, explained, flush
 from otaro.file.checkpoint import HUB
-from otaro.file.header import (
-    AGAIN,
-    BASE,
-    Entry,
-    Header,
-    Schema,
-    check_header,
-    check_plane,
-    header_length,
-    shard_name,
-)
+from otaro.file.header import BASE, Header, shard_name
 from otaro.file.hub import Hub
 from otaro.file.io import NestedDirectory
+from otaro.file.remote import CHUNK, PAUSES, Offer, RemoteModel, read_small
 from otaro.file.run import refuse_run
-from otaro.file.source import CONFIG, Changed, CutOff, Directory, Piece, Source, find_source
+from otaro.file.source import CONFIG, Changed, CutOff, Directory, Source, find_source
 from otaro.readable import size as readable_size
 from otaro.sefp.precision import FINEST, Precision, of_mantissa_bits
 
 FOLDER = ".fetch"  # in OUT: what is under way
 _BESIDE = "beside"  # in that: files beside the shards, until they go to their places
-_PAUSES = (0.5, 1.0, 2.0, 4.0)  # seconds before another try
 _PROGRESS = 1 << 20  # bytes after which tries are counted anew
-_CHUNK = 1 << 18
-_LARGEST_BESIDE = 256_000_000  # the largest vocabularies take tens of megabytes
-_T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class Offer:
-    """A shard at its source, of which the header is known."""
-
-    header: Header
-    start: bytes
-    """The first bytes of the file, up to the data."""
-    tag: str | None
-
-    @property
-    def name(self) -> str:
-        """Of the file."""
-        return self.header.path.name
-
-    @property
-    def size(self) -> int:
-        """Bytes of the file, as its header implies them."""
-        return self.header.file_size
-
-
-class RemoteModel:
-    """A nested model at its source, as headers describe it; planes must be of its base, or the one given."""
-
-    def __init__(self, source: Source, base: Header | None = None) -> None:
-        self.source = source
-        self._base = base
-        self._offers: dict[int, Offer | None] = {}
-
-    @cached_property
-    def base(self) -> Header:
-        """Of the base shard."""
-        if self._base is None:
-            return self.base_offer().header
-        return self._base
-
-    def base_offer(self) -> Offer:
-        """The base shard, without which there is no model."""
-        if (offer := self.offer(BASE)) is None:
-            raise FormatError(f"{self.source} is not a nested model: it has no {shard_name(BASE)}")
-        return offer
-
-    @property
-    def model(self) -> str:
-        """The model's identity."""
-        return self.base.model
-
-    @property
-    def schema(self) -> Schema:
-        """As the base shard states it."""
-        assert self.base.schema is not None  # check_header sees to it for the base shard
-        return self.base.schema
-
-    @property
-    def unpacked(self) -> dict[str, Entry]:
-        """What is stored as it came."""
-        return self.base.unpacked
-
-    @property
-    def sizes(self) -> dict[int, int]:
-        """Bytes of the shards that are there, by plane."""
-        offers = {plane: self.offer(plane) for plane in range(BASE, FINEST + 1)}
-        return {plane: offer.size for plane, offer in offers.items() if offer is not None}
-
-    def offer(self, plane: int, anew: bool = False) -> Offer | None:
-        """What the source has of a plane; None where it has none."""
-        if anew or plane not in self._offers:
-            self._offers[plane] = self._read_offer(plane)
-        return self._offers[plane]
-
-    def _read_offer(self, plane: int) -> Offer | None:
-        path = Path(shard_name(plane))
-
-        def read() -> Offer | None:
-            with self.source.open(path.name, 0, 8) as piece:
-                if piece is None:
-                    return None
-                size, tag, prefix = piece.size, piece.tag, piece.exactly(8)
-            end = 8 + header_length(path, prefix, size)
-            with self.source.open(path.name, 8, end, tag) as piece:
-                if piece is None or (piece.start == 0 and piece.exactly(8) != prefix):
-                    raise Changed
-                text = piece.exactly(end - 8)
-            return Offer(check_header(path, plane, text, size), prefix + text, tag)
-
-        with _said_of(self.source):
-            offer = _patiently(read, f"the header of {path} at {self.source}", "; try again later")
-            if offer is not None and plane != BASE:
-                check_plane(offer.header, self.base)
-        return offer
 
 
 @dataclass(frozen=True)
@@ -168,8 +57,7 @@ def fetch(
     hub: Hub = HUB,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Fetched:
-    """Bring what `precision` needs, by default all that the source has, of a nested model into the directory
-    `out`.
+    """Bring of a nested model what `precision` needs, by default all there is, into the directory `out`.
 
     `model` is a Hub id, http(s)://HOST/PATH or file:///DIR of a nested directory, or a directory. What `out`
     has already of the same model stays as it is. `progress` gets the file at hand, bytes done and in total.
@@ -249,11 +137,8 @@ def _missing(remote: RemoteModel, nested: NestedDirectory | None, precision: Pre
         if offer is None and precision is None:
             break
         if offer is None:
-            complete = of_mantissa_bits(plane - 1)
-            raise ShardMissingError(
-                f"{precision} needs {shard_name(plane)}, which {remote.source} lacks; ask for {complete} or "
-                "a lower one"
-            )
+            lacks = f"{precision} needs {shard_name(plane)}, which {remote.source} lacks"
+            raise ShardMissingError(f"{lacks}; ask for {of_mantissa_bits(plane - 1)} or a lower one")
         offers.append(offer)
     return offers
 
@@ -307,13 +192,13 @@ def _bring_shard(remote: RemoteModel, offer: Offer, under_way: Path, count: _Cou
         except CutOff as error:
             have = _begun(offer, under_way)
             tries = 0 if have - before >= _PROGRESS else tries + 1
-            if tries > len(_PAUSES):
+            if tries > len(PAUSES):
+                came = f"{readable_size(have)} of {readable_size(offer.size)}"
                 raise FetchError(
-                    f"{offer.name} from {remote.source} broke off after {readable_size(have)} of "
-                    f"{readable_size(offer.size)} "
-                    f"({error}); what has come is kept, and the same command goes on from there"
+                    f"{offer.name} from {remote.source} broke off after {came} ({error}); what has come is "
+                    "kept, and the same command goes on from there"
                 ) from error
-            time.sleep(_PAUSES[max(tries, 1) - 1])
+            time.sleep(PAUSES[max(tries, 1) - 1])
             continue
         except Changed:
             wrong += 1
@@ -321,8 +206,7 @@ def _bring_shard(remote: RemoteModel, offer: Offer, under_way: Path, count: _Cou
             if new is None or new.header.model != first.header.model or wrong > 2:
                 raise FetchError(
                     f"{offer.name} at {remote.source} was exchanged while it was fetched, or is stated to "
-                    "have another length "
-                    "than its header implies; what has come is kept, call again"
+                    "have another length than its header implies; what has come is kept, call again"
                 ) from None
             offer = new
             continue
@@ -336,8 +220,7 @@ def _bring_shard(remote: RemoteModel, offer: Offer, under_way: Path, count: _Cou
             part.unlink()
             raise DigestError(
                 f"{remote.source} serves a damaged {offer.name}: three times over the bytes of {damaged} "
-                "were not those that "
-                "its header promises; have the file put there anew"
+                "were not those that its header promises; have the file put there anew"
             )
     flush(part)
     count.finish(first.size)
@@ -365,7 +248,7 @@ def _download(source: Source, offer: Offer, part: Path, count: _Count) -> None:
             file.truncate(have)
             file.seek(have)
             while have < offer.size:
-                data = piece.read(min(_CHUNK, offer.size - have))
+                data = piece.read(min(CHUNK, offer.size - have))
                 if not data:
                     raise CutOff("the stream ended")
                 file.write(data)
@@ -380,19 +263,17 @@ def _sound(path: Path, header: Header) -> tuple[int, str | None]:
         for name, entry in sorted(header.entries.items(), key=lambda item: item[1].start):
             digest = hashlib.sha256()
             file.seek(header.data_start + entry.start)
-            for start in range(entry.start, entry.end, _CHUNK):
-                digest.update(file.read(min(_CHUNK, entry.end - start)))
+            for start in range(entry.start, entry.end, CHUNK):
+                digest.update(file.read(min(CHUNK, entry.end - start)))
             if digest.hexdigest() != header.digests[name]:
                 return header.data_start + entry.start, name
     return header.file_size, None
 
 
 def _bring_beside(source: Source, folder: Path, target: Path | None) -> list[str]:
-    """Fetch what lies beside the shards and `target` lacks: the configuration, which must be there,
-    tokenizer, licence.
+    """Fetch the small files that `target` lacks: the configuration, which must be, tokenizer, licence.
 
-    Before there is a base shard that is everything, also if it has come before: it might have been another
-    model's.
+    Before there is a base shard that is everything, also what came before: it may be another model's.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -406,80 +287,3 @@ def _bring_beside(source: Source, folder: Path, target: Path | None) -> list[str
 def _place_all(folder: Path, target: Path) -> None:
     for path in sorted(folder.iterdir()):
         os.rename(path, target / path.name)
-
-
-def read_small(source: Source, name: str, path: Path) -> bool:
-    """Write a file beside the shards to `path`, whole; whether there is one."""
-
-    def copy() -> bool:
-        with source.open(name) as piece, path.open("wb") as file:
-            if piece is None:
-                return False
-            length = 0
-            while data := piece.read(_CHUNK):
-                length += len(data)
-                if length > _LARGEST_BESIDE:
-                    most = readable_size(_LARGEST_BESIDE)
-                    raise FetchError(
-                        f"{name} at {source} is larger than {most}, which no model needs; it is not fetched"
-                    )
-                file.write(data)
-            _check_end(piece, length, name, source)
-            file.flush()
-            os.fsync(file.fileno())
-        _check_json(path, name, source)
-        return True
-
-    try:
-        there = _patiently(copy, f"{name} at {source}", "; the same command goes on from there")
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
-    if not there:
-        path.unlink()
-    return there
-
-
-def _check_end(piece: Piece, length: int, name: str, source: Source) -> None:
-    """These files have no digest: a broken-off one is told by its length, or the end of its JSON."""
-    if piece.size is not None and length != piece.size:
-        raise CutOff(f"it ended after {length} of {piece.size} bytes")
-    if not piece.ends and not name.endswith(".json"):
-        raise FetchError(f"{source} does not say how long {name} is, so nobody can tell whether it is whole")
-
-
-def _check_json(path: Path, name: str, source: Source) -> None:
-    if not name.endswith(".json"):
-        return
-    try:
-        stated = json.loads(path.read_bytes())
-        sefp = name != CONFIG or stated["quantization_config"]["quant_method"] == "sefp"
-    except (ValueError, RecursionError):
-        raise CutOff("it is not valid JSON") from None
-    except (KeyError, TypeError):
-        sefp = False
-    if not sefp:
-        raise FormatError(f"{CONFIG} at {source} does not describe a nested model")
-
-
-@contextmanager
-def _said_of(source: Source) -> Iterator[None]:
-    """Say whose shards they are that are refused."""
-    try:
-        yield
-    except FormatError as error:
-        raise type(error)(f"at {source}: {error}".replace(AGAIN, "have it put there anew")) from None
-
-
-def _patiently(action: Callable[[], _T], what: str, advice: str) -> _T:
-    """Try a few times, with pauses."""
-    for pause in (*_PAUSES, None):
-        try:
-            return action()
-        except (CutOff, Changed) as error:
-            if pause is None:
-                raise FetchError(
-                    f"{what} could not be fetched: {str(error) or 'it keeps changing'}{advice}"
-                ) from error
-            time.sleep(pause)
-    raise AssertionError

@@ -3,7 +3,7 @@ directory.
 
 A source opens a file at a byte, and says what it knows of the whole file: its length, and a tag that changes
 when the file does. What it says is a stranger's word. Who reads bounds every length and checks every byte
-(`otaro.file.fetch`).
+(`remote.py`, `fetch.py`).
 
 The Hub is asked for a commit and its files by its own client, with its address and token. The files then come
 by the same requests as from any server: through the client's cache each byte would lie on the disk twice, and

@@ -8,8 +8,14 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from otaro.errors import OtaroError
+
 COMPLETE_FILE = "otaro_complete"
 """The mark of one that was written to its end."""
+
+
+class TrainingError(OtaroError):
+    """A run that cannot go on."""
 
 
 def last_complete_checkpoint(directory: Path) -> Path | None:

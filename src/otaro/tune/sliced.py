@@ -30,7 +30,8 @@ import torch
 from torch.nn.functional import cross_entropy, kl_div, linear, log_softmax, pad
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from otaro.tune.fake_quant import TuneLinear, computed_in, is_whole
+from otaro.tune.fake_quant import TuneLinear
+from otaro.tune.straight_through import computed_in, is_whole
 
 SLICE_BYTES = 1 << 27  # of a slice's logits in float32
 IGNORED = -100
