@@ -15,7 +15,7 @@ import typer
 
 from otaro.cli import console
 from otaro.cli.help import page
-from otaro.errors import DISTRIBUTION, KernelError, install
+from otaro.errors import DISTRIBUTION, KernelError, install, pip_install
 
 PACKAGES = ("torch", "transformers", "safetensors", "accelerate", "huggingface_hub")
 EXTRAS = {
@@ -101,7 +101,7 @@ def _outdated() -> list[str]:
         else f"--upgrade {DISTRIBUTION}"
     )
     return [
-        f"installed as {installed.version}, code is {otaro.__version__}: install again with pip install {how}"
+        f"installed as {installed.version}, code is {otaro.__version__}: install again with {pip_install(how)}"
     ]
 
 
