@@ -93,9 +93,8 @@ def test_hints_say_how_to_install_this_package_and_not_its_namesake():
     """`otaro` on package registries is a stranger's: only the name in pyproject.toml is ours."""
     about = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert about["name"] == DISTRIBUTION
-    assert all(
-        install(extra).endswith(f" -m pip install '{DISTRIBUTION}[{extra}]'") for extra in about["optional-dependencies"]
-    )
+    for extra in about["optional-dependencies"]:
+        assert install(extra).endswith(f" -m pip install '{DISTRIBUTION}[{extra}]'")
     files = [
         path for kind in ("*.py", "*.md", "*.sh") for path in ROOT.rglob(kind) if ".venv" not in path.parts
     ]

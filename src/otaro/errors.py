@@ -70,13 +70,14 @@ def install(extra: str) -> str:
 
 def pip_install(what: str) -> str:
     """The command that installs this: by the Python that runs, as the shell's pip may be another's."""
-    python = sys.executable or "python"
+    if not (python := sys.executable):
+        return f"python -m pip install {what}"
     try:
         nearby = os.path.relpath(python)  # links are kept: that of an environment is what makes it one
     except (OSError, ValueError):  # the current folder is gone; another drive
         nearby = python
-    if not nearby.startswith(os.pardir) and os.path.isabs(python):
-        below = nearby if os.sep in nearby else os.path.join(os.curdir, nearby)
+    if not nearby.startswith((os.pardir, os.sep)):
+        below = nearby if os.sep in nearby else os.curdir + os.sep + nearby
         python = min(below, python, key=len)
     return f"{shlex.quote(python)} -m pip install {what}"
 

@@ -521,7 +521,7 @@ def test_the_installed_tool_refuses_in_one_line_without_a_traceback(tmp_path):
         text=True,
         check=False,
     )
-    assert_one_line(done, "nowhere is not a directory")
+    assert_one_line(done, "there is no directory nowhere here. If a model of this name on the Hub is meant: ")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -100,9 +100,8 @@ def _outdated() -> list[str]:
         if editable
         else f"--upgrade {DISTRIBUTION}"
     )
-    return [
-        f"installed as {installed.version}, code is {otaro.__version__}: install again with {pip_install(how)}"
-    ]
+    again = f"install again with {pip_install(how)}"
+    return [f"installed as {installed.version}, code is {otaro.__version__}: {again}"]
 
 
 def _kernels(device: str, problems: list[str]) -> dict[str, str] | None:
