@@ -407,7 +407,7 @@ def test_generate_says_who_served_and_why(packed, monkeypatch):
     [
         (["--schedule", "0:E5M8", "--prefill", "E5M8"], ["--schedule", "leave out --prefill"]),
         (["--schedule", "0:E5M8", "--decode", "E5M8"], ["--schedule", "leave out --decode"]),
-        (["--schedule", "E5M8"], ["--schedule", "not of the form 0:E5M8,100:E5M4"]),
+        (["--schedule", "E5M8"], ["--schedule E5M8: must be of the form 0:E5M8,100:E5M4"]),
         (["--schedule", "0:E5M8,0:E5M4"], ["--schedule", "twice"]),
         (["--stop", ""], ["--stop", "stops nothing"]),
     ],

@@ -187,3 +187,29 @@ def test_bash_completes_by_the_script_that_is_shown():
     offered, rule = done.stdout.splitlines()
     assert offered == "E5M8 E5M7 E5M6 E5M5 E5M4 E5M3"
     assert "-o default" in rule  # where we offer nothing, bash offers files
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ("generate DIR --prompt x --max-new-tokens 0", "--max-new-tokens 0: must be at least 1"),
+        ("generate DIR --prompt x --top-p 3", "--top-p 3: must be at most 1"),
+        ("generate DIR --prompt x --top-k 1.5", "--top-k 1.5: must be a whole number"),
+        ("fit DIR --text x --bits abc", "--bits abc: must be a number"),
+        ("export DIR OUT -p E5M3 --to onnx", "--to onnx: choose from gguf, compressed-tensors, mlx, hf"),
+        ("bench DIR --parallel x", "--parallel x: must be of the form 1,2,4,8"),
+        ("generate DIR", "--prompt TEXT is missing"),
+        ("generate --prompt x", "DIR is missing"),
+        ("generate DIR --prompt", "--prompt: a value must follow"),
+        ("generate DIR --promp x", "there is no option --promp; did you mean --prompt or --stop?"),
+        ("analyze weigts", "no such command 'weigts'; did you mean 'weights'?"),
+    ],
+)
+def test_a_wrong_line_is_told_as_all_refusals_are_below_the_usage_of_the_page(words, complaint):
+    done = CliRunner().invoke(app, words.split(), prog_name="otaro")
+    usage, error, where = done.stderr.splitlines()
+    assert (done.exit_code, error) == (2, f"error: {complaint}")
+    command = ["analyze"] if words.startswith("analyze") else words.split()[:1]
+    page = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "110"}, prog_name="otaro").stdout
+    assert usage == page.splitlines()[0]
+    assert where == f"`otaro {command[0]} --help` lists the options"

@@ -172,7 +172,7 @@ def bench(
 def _counts(parallel: str) -> list[int]:
     parts = [part.strip() for part in parallel.split(",")]
     if not all(part.isdecimal() for part in parts):
-        raise typer.BadParameter(f"{parallel!r} is not of the form 1,2,4,8", param_hint="--parallel")
+        raise typer.BadParameter("must be of the form 1,2,4,8", param_hint=f"--parallel {parallel}")
     return [int(part) for part in parts]
 
 

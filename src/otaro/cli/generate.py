@@ -203,10 +203,12 @@ def phases(prefill: str | None, decode: str | None, schedule: str | None, kv: st
         steps = [part.split(":", 1) for part in schedule.split(",")]
         if any(len(step) != 2 or not step[0].strip().isdigit() for step in steps):
             raise typer.BadParameter(
-                f"{schedule!r} is not of the form 0:E5M8,100:E5M4", param_hint="--schedule"
+                "must be of the form 0:E5M8,100:E5M4", param_hint=f"--schedule {schedule}"
             )
         if len({int(at) for at, _ in steps}) < len(steps):
-            raise typer.BadParameter(f"{schedule!r} names a number of tokens twice", param_hint="--schedule")
+            raise typer.BadParameter(
+                "must not name a number of tokens twice", param_hint=f"--schedule {schedule}"
+            )
         chosen["schedule"] = {int(at): precision.strip() for at, precision in steps}
     if kv:
         chosen["kv"] = kv
