@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from otaro.cli import console
-from otaro.cli.generate import DeviceOption, DirectoryArgument
+from otaro.cli.generate import DeviceOption, DirectoryArgument, check_draft
 from otaro.cli.help import page
 
 if TYPE_CHECKING:
@@ -122,6 +122,10 @@ def bench(
     chosen = [name.strip() for name in precision.split(",")] if precision else None
     if draft is not None and chosen is not None and len(chosen) > 1:
         raise otaro.OtaroError("--draft serves one --precision at a time")
+    console.check_precisions("--precision", precision, *(chosen or ()), fits=True)
+    console.check_precisions("--kv", kv)
+    for one in draft.split(",") if draft else ():
+        check_draft(one)
     console.quiet_transformers()
     ours = {
         "prompt_tokens": prompt_tokens,
@@ -133,7 +137,7 @@ def bench(
     given: dict[str, Any] = {name: value for name, value in ours.items() if value is not None}
     given["kv"] = otaro.Precision(kv) if kv else None
     result: Bench | Parallel | Drafts
-    with console.progress_bar("timing") as progress:
+    with console.named_as_options(), console.progress_bar("timing") as progress:
         options: dict[str, Any] = {
             "device": device,
             "hub": Hub(revision, token, cache_dir),

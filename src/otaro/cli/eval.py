@@ -125,6 +125,8 @@ def evaluate(
         raise otaro.OtaroError(
             "there is nothing to measure: give --text FILE (or --text builtin), --tasks NAMES, or both"
         )
+    asked = [name.strip() for name in precision.split(",")]
+    console.check_precisions("--precision", precision, *asked, fits=True, others=("all", "fp"))
     console.quiet_transformers()
     with console.err.status("looking at model, text and tasks ..."):
         subject = Subject(

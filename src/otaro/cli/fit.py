@@ -12,9 +12,11 @@ from otaro.cli import console
 from otaro.cli.eval import open_text
 from otaro.cli.generate import DeviceOption
 from otaro.cli.help import page
+from otaro.errors import OtaroError
 
 if TYPE_CHECKING:
     from otaro.evaluate.fit import Fitting, Outcome
+    from otaro.file.fits import Budget
 
 TEXT_HELP = "What to measure on, as --text of `otaro eval`: a file, a Hub data set, or `builtin`."
 
@@ -54,6 +56,7 @@ def fit(
     console.quiet_transformers()
     with console.err.status("looking at model and text ..."):
         fitting = Fitting(directory, open_text(text), tokens=tokens, device=device)
+    _refuse_more_than_all(wanted, fitting)
     command = shlex.join(
         ["otaro", "fit", str(directory), "--text", text, *wanted.option.split(), "--tokens", str(tokens)]
     )
@@ -75,6 +78,30 @@ def fit(
         console.print_json({**outcome.to_dict(), "measured_before": fitting.kept.taken_over})
     else:
         show(outcome, fitting)
+
+
+def _refuse_more_than_all(budget: Budget, fitting: Fitting) -> None:
+    """Where everything is within the budget there is nothing to choose, and a fit would promise a choice."""
+    from otaro.file.fits import bytes_of, weights_of
+    from otaro.sefp.precision import PRECISIONS
+
+    nested, finest = fitting.nested, fitting.finest
+    most, weights = bytes_of(nested, finest), weights_of(nested)
+    if budget.bytes is not None:
+        within = budget.bytes <= most
+    else:  # bits are shown with three digits, of which the next may always be asked for; speed is measured
+        within = budget.unit != "bits" or 1000 * budget.amount <= -(-8000 * most // weights)
+    if within:
+        return
+    if finest == PRECISIONS[0]:
+        way = f"there is nothing to fit; run it with --precision {finest}"
+    else:
+        bring = f"otaro fetch SOURCE {nested.path} --precision {PRECISIONS[0]}"
+        way = f"there is nothing to fit without finer shards; bring them with: {bring}"
+    raise OtaroError(
+        f"{budget.option}: the whole model takes {most:,} bytes, {8 * most / weights:.3f} bits "
+        f"per weight, at {finest}, the finest that is here: {way}"
+    )
 
 
 def show(outcome: Outcome, fitting: Fitting) -> None:

@@ -101,6 +101,7 @@ def generate(
         **phases(prefill, decode, schedule, kv),
         **sampling(temperature, top_p, top_k, repetition_penalty, seed),
     }
+    check_draft(draft)
     if prompt == "-":
         prompt = read_text(sys.stdin)
     model, tokenizer = open_model(directory, precision, device, Hub(revision, token, cache_dir))
@@ -114,16 +115,17 @@ def generate(
     streamer = (
         None if json else TextStreamer(tokenizer, skip_prompt=system is not None, skip_special_tokens=True)
     )
-    output = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=max_new_tokens,
-        streamer=streamer,
-        pad_token_id=padding_token(tokenizer),
-        draft=draft,
-        **stopping(stop, tokenizer),
-        **chosen,
-    )
+    with console.named_as_options():
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            streamer=streamer,
+            pad_token_id=padding_token(tokenizer),
+            draft=draft,
+            **stopping(stop, tokenizer),
+            **chosen,
+        )
     how = model.generation
     if json:
         text = tokenizer.decode(output[0, how.prompt_tokens :], skip_special_tokens=True)
@@ -137,17 +139,26 @@ def open_model(directory: str, precision: str | None, device: str, hub: Hub) -> 
     import otaro
     from otaro.runtime.load import load_tokenizer
 
+    wanted = console.parse_precision(precision) if precision else None
     console.quiet_transformers()
     with console.err.status("opening ..."):
         model = otaro.load(
             directory,
-            console.parse_precision(precision) if precision else None,
+            wanted,
             device=device,
             revision=hub.revision,
             token=hub.token,
             cache_dir=hub.cache_dir,
         )
         return model, load_tokenizer(model.sefp.nested.path)
+
+
+def check_draft(draft: str | None) -> None:
+    """Refuse a draft that there is none of, before a model is opened."""
+    from otaro.runtime.draft import Draft
+
+    with console.named_as_options():
+        Draft.of(draft)
 
 
 def read_text(file: Any, line: bool = False) -> str:
@@ -196,9 +207,9 @@ def phases(prefill: str | None, decode: str | None, schedule: str | None, kv: st
         raise typer.BadParameter(f"it says all there is to say; leave out {other}", param_hint="--schedule")
     chosen: dict[str, Any] = {}
     if prefill:
-        chosen["prefill"] = console.parse_precision(prefill)
+        chosen["prefill"] = console.parse_precision(prefill, "--prefill")
     if decode:
-        chosen["decode"] = console.parse_precision(decode)
+        chosen["decode"] = console.parse_precision(decode, "--decode")
     if schedule:
         steps = [part.split(":", 1) for part in schedule.split(",")]
         if any(len(step) != 2 or not step[0].strip().isdigit() for step in steps):
@@ -210,7 +221,9 @@ def phases(prefill: str | None, decode: str | None, schedule: str | None, kv: st
                 "must not name a number of tokens twice", param_hint=f"--schedule {schedule}"
             )
         chosen["schedule"] = {int(at): precision.strip() for at, precision in steps}
+        console.check_precisions("--schedule", schedule, *chosen["schedule"].values(), fits=True)
     if kv:
+        console.check_precisions("--kv", kv)
         chosen["kv"] = kv
     return chosen
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -110,7 +110,11 @@ def serve(
     from otaro.serve.service import Service
     from otaro.serve.settings import Settings
 
-    settings = Settings(
+    console.check_precisions("--precision", precision, fits=True, others=("auto",))
+    console.check_precisions("--auto-finest", auto_finest)
+    console.check_precisions("--auto-coarsest", auto_coarsest)
+    console.check_precisions("--kv", kv)
+    options: dict[str, Any] = dict(
         precision=precision,
         draft=draft,
         keys=_keys(api_key, api_key_file),
@@ -131,9 +135,11 @@ def serve(
         auto_margin=auto_margin,
         release_after=release_after,
     )
+    with console.named_as_options():
+        settings = Settings(**options)
     listening = server.listen(host, port)  # before minutes are spent on a model
     console.quiet_transformers()
-    with console.err.status("opening ..."):
+    with console.named_as_options(), console.err.status("opening ..."):
         model = otaro.load(directory, device=device, revision=revision, token=token, cache_dir=cache_dir)
         engine = otaro.Engine(model, max_sequences=max_sequences, cache_bytes=cache_bytes, kv=kv)
     called = name or (Path(directory).resolve().name if Path(directory).is_dir() else directory)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
-from otaro.cli.console import complete_precisions
+from otaro.cli.console import check_precisions, complete_precisions
 from otaro.cli.help import page
 from otaro.sefp.precision import Precision
 from otaro.tune.config import Around, ConfigError, Options, Training, recipe
@@ -98,6 +98,7 @@ def _read(hint: Any, name: str, value: Any) -> Any:
         return value
     parts = value.split(",")
     if get_args(hint)[0] is Precision:
+        check_precisions(f"--{name.replace('_', '-')}", value, *parts)
         return tuple(map(Precision, parts))
     try:
         return tuple(map(float, parts))
