@@ -439,6 +439,10 @@ def test_contradictory_flags_are_refused_in_their_own_spelling(packed, arguments
         ("bench DIR --draft E5M9", "--draft E5M9: give a precision, prompt, or prompt+E5M3; "),
         ("serve DIR -p E5M9", "--precision E5M9: choose from auto, E5M8, "),
         ("serve DIR --auto-coarsest E5M9", "--auto-coarsest E5M9: choose from E5M8, "),
+        (
+            "serve DIR --auto-finest E5M3 --auto-coarsest E5M4",
+            "--auto-finest E5M3: is coarser than E5M4, the ",
+        ),
         ("serve DIR --timeout 0", "--timeout 0.0: give more than 0"),
         ("fetch DIR OUT -p E5M9", "--precision E5M9: choose from E5M8, "),
         ("export DIR OUT --to hf -p E5M9", "--precision E5M9: choose from E5M8, "),

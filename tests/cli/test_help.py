@@ -75,7 +75,9 @@ def test_an_example_is_a_line_of_its_own_below_what_it_is_for(path):
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
 def test_examples_can_be_typed(path):
     assert COMMANDS[path].callback.examples
-    for line in (*COMMANDS[path].callback.examples, *GROUP.callback.examples):
+    of_groups = [line for one in PAGES.values() if hasattr(one, "commands") for line in one.callback.examples]
+    assert any(line.startswith("otaro analyze weights") for line in of_groups)
+    for line in (*COMMANDS[path].callback.examples, *of_groups):
         words = shlex.split(re.sub(r" [<|] .*", "", line), comments=True)
         words = words[words.index("otaro") + 1 :]
         context, command = GROUP.make_context("otaro", list(words), resilient_parsing=True), GROUP
@@ -90,6 +92,12 @@ def test_the_page_of_tune_is_read_at_a_glance():
     panels = re.findall(r"^╭─ (.*?) ─", page, re.MULTILINE)
     assert panels[:3] == ["Arguments", "Options", "Training"]
     assert panels[-2:] == ["Hub", "Output"]
+    assert re.search("╭─ Training .*--save-every N .*╭─ Memory and speed", page, re.DOTALL)
+
+
+def test_what_only_old_directories_need_comes_last_of_what_makes_a_model():
+    page = shown((), 100)
+    assert page.index("│ export") < page.index("│ describe") < page.index("─ To run one ─")
 
 
 def test_tune_has_the_options_that_it_ever_had():
@@ -105,10 +113,13 @@ def test_the_options_of_tune_are_the_fields_of_its_configuration():
             value = getattr(made, field.name)
             if isinstance(value, int | float) and not isinstance(value, bool):
                 assert float(shown_defaults[field.name]) == pytest.approx(value, rel=1e-4)
-    assert shown_defaults["weights"] == "0,0,0,1,1.25,2.6"
+    assert shown_defaults["weights"] is False
+    weights = recipe("best")[0].weights, Options(method="uniform").to_dict()["weights"]
+    told = [",".join(f"{one:g}" for one in some) for some in weights]
     assert shown_defaults["ultra_low"] == "E5M4,E5M3"
     said = " ".join(shown(("tune",), 110).replace("│", "").split())
     assert "paper: --method otaro --reconstruction truncate --leftover drop" in said
+    assert f"By default {told[0]} in --recipe best, and {told[1]} with --method uniform." in said
 
 
 def test_a_page_needs_no_torch():

@@ -24,8 +24,8 @@ LLAMA = "llama.cpp"
 @page(
     {
         "What is timed": "prompt_tokens tokens context rounds threads kv",
-        "Something else instead": "parallel draft text",
-        "Beside others": "transformers against",
+        "Other measurements": "parallel draft text",
+        "Comparisons": "transformers against",
     },
     examples="""
     otaro bench DIR
@@ -76,7 +76,9 @@ def bench(
         str | None,
         typer.Option(help="Texts for --draft, as --text of `otaro eval`; by default Python's documentation."),
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="By default torch's number.", min=1)] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="Threads to compute with; by default as many as torch takes.", min=1)
+    ] = None,
     kv: Annotated[
         str | None,
         console.precision_option("Keep keys and values at E5M8 to E5M3 instead of float16."),

@@ -74,7 +74,7 @@ def precision_option(help_text: str, *names: str) -> Any:
     return typer.Option(*names, help=help_text, metavar="PRECISION", autocompletion=complete_precisions)
 
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one line of JSON instead.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as one line of JSON.")]
 PrecisionOption = Annotated[
     str | None,
     precision_option(
@@ -85,10 +85,10 @@ PrecisionOption = Annotated[
 ]
 # How to reach a model on the Hub. The token is for fetching alone: it is neither printed nor recorded.
 RevisionOption = Annotated[
-    str | None, typer.Option(help="Of a model on the Hub: a branch, a tag or a commit.")
+    str | None, typer.Option(help="Version of a model on the Hub: a branch, a tag or a commit.")
 ]
 TokenOption = Annotated[
-    str | None, typer.Option(help="For the Hub, instead of the environment's HF_TOKEN or a login.")
+    str | None, typer.Option(help="Token for the Hub, instead of the environment's HF_TOKEN or a login.")
 ]
 CacheDirOption = Annotated[
     Path | None, typer.Option(help="Keep what comes from the Hub here, instead of in HF_HOME.")

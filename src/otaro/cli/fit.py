@@ -31,12 +31,13 @@ TEXT_HELP = "What to measure on, as --text of `otaro eval`: a file, a Hub data s
 def fit(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A nested directory.")],
     text: Annotated[str, typer.Option(help=TEXT_HELP)],
-    budget: Annotated[str | None, typer.Option(help="Bytes: 90MB, 1.5GB, 800MiB.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Budget in bytes: 90MB, 1.5GB, 800MiB.")] = None,
     bits: Annotated[
-        float | None, typer.Option(help="Bits per weight, as `otaro inspect` counts them.")
+        float | None, typer.Option(help="Budget in bits per weight, as `otaro inspect` counts them.")
     ] = None,
     tokens_per_second: Annotated[
-        float | None, typer.Option(help="Of one answer, by a short measurement of this machine.")
+        float | None,
+        typer.Option(help="Speed of one answer to reach, by a short measurement of this machine."),
     ] = None,
     tokens: Annotated[
         int, typer.Option(help="Tokens of the text to measure on; four times as many are checked on.", min=16)

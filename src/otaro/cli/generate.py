@@ -18,28 +18,32 @@ DirectoryArgument = Annotated[
 ]
 MaxNewTokensOption = Annotated[int, typer.Option(help="Stop after this many tokens.", min=1)]
 TemperatureOption = Annotated[
-    float, typer.Option(help="0 takes the likeliest token, more is more varied.", min=0.0)
+    float, typer.Option(help="0 takes the likeliest token; higher values vary more.", min=0.0)
 ]
 TopPOption = Annotated[
     float, typer.Option(help="Sample from the likeliest tokens that make up this share.", min=0.0, max=1.0)
 ]
 TopKOption = Annotated[
-    int, typer.Option(help="Sample from so many of the likeliest tokens; 0: from all.", min=0)
+    int, typer.Option(help="Sample from this many of the likeliest tokens; 0 samples from all.", min=0)
 ]
 RepetitionPenaltyOption = Annotated[
     float, typer.Option(help="Above 1 makes tokens that were there before less likely.", min=0.01, max=100.0)
 ]
 SystemOption = Annotated[
-    str | None, typer.Option(help="A system message, through the model's chat template.")
+    str | None, typer.Option(help="A system message, which the model's chat template puts before the text.")
 ]
 SeedOption = Annotated[
-    int, typer.Option(help="Sampling with the same seed says the same.", min=0, max=2**63 - 1)
+    int, typer.Option(help="Seed of the sampling: the same one gives the same text.", min=0, max=2**63 - 1)
 ]
 PrefillOption = Annotated[str | None, console.precision_option("Read the prompt at this precision.")]
 DecodeOption = Annotated[str | None, console.precision_option("Write new tokens at this precision.")]
 ScheduleOption = Annotated[
     str | None,
-    typer.Option(help="Precisions by number of new tokens: 0:E5M8,100:E5M4", metavar="N:PRECISION,..."),
+    typer.Option(
+        help="Precisions by number of new tokens: 0:E5M8,100:E5M4. Before the first number --precision "
+        "holds.",
+        metavar="N:PRECISION,...",
+    ),
 ]
 KvOption = Annotated[
     str | None, console.precision_option("Keep keys and values at this precision; in float16 by default.")
@@ -47,13 +51,13 @@ KvOption = Annotated[
 DraftOption = Annotated[
     str | None,
     typer.Option(
-        help="Who drafts what --precision checks: a coarser precision, prompt (the text itself), or "
-        "prompt+E5M3. "
-        "Changes the speed, and at a temperature which tokens a seed draws.",
+        help="Speculative decoding: who drafts what --precision checks: a coarser precision, prompt "
+        "(the text itself), or prompt+E5M3. Changes the speed, and at a temperature which tokens a seed "
+        "draws.",
     ),
 ]
 StopOption = Annotated[list[str] | None, typer.Option(help="Stop after this text; may be repeated.")]
-DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
+DeviceOption = Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, ...")]
 
 
 @page(

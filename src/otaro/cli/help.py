@@ -63,7 +63,7 @@ class App(typer.Typer):
 
 
 class _Usage(UsageError):
-    """What is wrong with a command line, told as all refusals are: an option, what was given, what it must be."""
+    """What is wrong with a command line, told as all refusals are: option, value, what it must be."""
 
     def show(self, file: Any = None) -> None:
         if self.ctx is not None:
@@ -95,13 +95,13 @@ def _complaint(error: Any) -> str:
     if isinstance(error, BadOptionUsage):
         return f"{error.option_name}: a value must follow"
     if not isinstance(error, typer.BadParameter):
-        told = error.message.removesuffix(".").replace(". Did you mean", "; did you mean")
+        told = str(error.message).removesuffix(".").replace(". Did you mean", "; did you mean")
         return told[:1].lower() + told[1:]
     if error.param is None or error.param_hint is not None:
         return f"{error.param_hint}: {error.message}"
     option = error.param.param_type_name == "option"
     name = max(error.param.opts, key=len) if option else _metavar(error.param)
-    found = getattr(error.__cause__, "errors", list)()
+    found: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()
     if not found:
         return f"{name}: {error.message}"
     given, bound = str(found[0]["input"]), found[0].get("ctx", {})

@@ -72,8 +72,8 @@ def _parameter(field: Field[Any], hint: Any) -> inspect.Parameter:
     option = typer.Option(
         _flag(field),
         help=field.metadata["help"],
-        # the recipe's is not one that can be named
-        show_default=(field.name != "method" and _shown(default)) or False,
+        # the recipe's method is not one that can be named; the weights' help tells both of theirs
+        show_default=(field.name not in ("method", "weights") and _shown(default)) or False,
         autocompletion=complete_precisions if of_precisions else None,
         metavar=("PRECISION,..." if of_precisions else "X,...") if several else None,
     )
