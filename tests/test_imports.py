@@ -1,6 +1,7 @@
 """The way of the data is also the way of the imports: nobody reaches back."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -92,14 +93,30 @@ def test_hints_say_how_to_install_this_package_and_not_its_namesake():
     """`otaro` on package registries is a stranger's: only the name in pyproject.toml is ours."""
     about = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert about["name"] == DISTRIBUTION
-    assert all(
-        install(extra) == f"pip install '{DISTRIBUTION}[{extra}]'" for extra in about["optional-dependencies"]
-    )
+    for extra in about["optional-dependencies"]:
+        assert install(extra).endswith(f" -m pip install '{DISTRIBUTION}[{extra}]'")
     files = [
         path for kind in ("*.py", "*.md", "*.sh") for path in ROOT.rglob(kind) if ".venv" not in path.parts
     ]
     for path in [*files, ROOT / "Makefile", ROOT / "pyproject.toml"]:
         assert not re.search(r"""pip install ['"]?otaro\b(?!-llm)|['"]otaro\[""", path.read_text()), path
+
+
+@pytest.mark.parametrize(
+    ("below", "shown"),
+    [
+        (".venv/bin/python", ".venv/bin/python"),
+        ("my env/bin/python", "'my env/bin/python'"),
+        ("python", "./python"),
+        ("../python", "{parent}/python"),
+    ],
+)
+def test_packages_are_installed_by_the_python_that_runs(tmp_path, monkeypatch, below, shown):
+    """The shell's pip is another's where an environment has not been activated."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(sys, "executable", os.path.normpath(tmp_path / "here" / below))
+    assert install("serve") == f"{shown.format(parent=tmp_path)} -m pip install 'otaro-llm[serve]'"
 
 
 @pytest.mark.parametrize("module", ["otaro", "otaro.cli.main"])

@@ -4,6 +4,10 @@ All derive from `OtaroError`, so `except otaro.OtaroError` catches whatever the 
 do and lets genuine bugs through. The command line prints their message alone, without a traceback.
 """
 
+import os
+import shlex
+import sys
+
 DISTRIBUTION = "otaro-llm"  # what package registries know this package as: `otaro` there is a stranger's
 
 
@@ -61,7 +65,21 @@ class PositionsWarning(OtaroWarning):
 
 def install(extra: str) -> str:
     """The command that brings the packages of an extra."""
-    return f"pip install '{DISTRIBUTION}[{extra}]'"
+    return pip_install(f"'{DISTRIBUTION}[{extra}]'")
+
+
+def pip_install(what: str) -> str:
+    """The command that installs this: by the Python that runs, as the shell's pip may be another's."""
+    if not (python := sys.executable):
+        return f"python -m pip install {what}"
+    try:
+        nearby = os.path.relpath(python)  # links are kept: that of an environment is what makes it one
+    except (OSError, ValueError):  # the current folder is gone; another drive
+        nearby = python
+    if not nearby.startswith((os.pardir, os.sep)):
+        below = nearby if os.sep in nearby else os.curdir + os.sep + nearby
+        python = min(below, python, key=len)
+    return f"{shlex.quote(python)} -m pip install {what}"
 
 
 def brief(error: BaseException) -> str:

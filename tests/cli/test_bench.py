@@ -53,8 +53,8 @@ def test_json_is_one_line(tiny):
 @pytest.mark.parametrize(
     ("flags", "error", "message"),
     [
-        (["--precision", "E5M9"], PrecisionError, "unknown precision 'E5M9'"),
-        (["--kv", "fp8"], PrecisionError, "unknown precision 'fp8'"),
+        (["--precision", "E5M9"], PrecisionError, "--precision E5M9: choose from E5M8, E5M7"),
+        (["--kv", "fp8"], PrecisionError, "--kv fp8: choose from E5M8, E5M7"),
         (["--against", "vllm"], OtaroError, "--against vllm: llama.cpp is what there is to compare with"),
         (["--device", "cuda"], OtaroError, "device 'cuda': this torch sees no NVIDIA GPU; use cpu"),
         (["--device", "meta"], OtaroError, "device 'meta': this torch cannot compute on meta"),

@@ -407,7 +407,7 @@ def test_generate_says_who_served_and_why(packed, monkeypatch):
     [
         (["--schedule", "0:E5M8", "--prefill", "E5M8"], ["--schedule", "leave out --prefill"]),
         (["--schedule", "0:E5M8", "--decode", "E5M8"], ["--schedule", "leave out --decode"]),
-        (["--schedule", "E5M8"], ["--schedule", "not of the form 0:E5M8,100:E5M4"]),
+        (["--schedule", "E5M8"], ["--schedule E5M8: must be of the form 0:E5M8,100:E5M4"]),
         (["--schedule", "0:E5M8,0:E5M4"], ["--schedule", "twice"]),
         (["--stop", ""], ["--stop", "stops nothing"]),
     ],
@@ -419,12 +419,58 @@ def test_contradictory_flags_are_refused_in_their_own_spelling(packed, arguments
         assert all(word in said for word in words)
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("generate DIR --prompt x -p E5M9", "--precision E5M9: choose from E5M8, "),
+        (
+            "generate DIR --prompt x -p E5M3,lm_head=E9",
+            "--precision E5M3,lm_head=E9: E9 is no precision; choose ",
+        ),
+        ("generate DIR --prompt x --prefill E5M9", "--prefill E5M9: choose from E5M8, "),
+        (
+            "generate DIR --prompt x --schedule 0:E5M9",
+            "--schedule 0:E5M9: E5M9 is no precision; choose from E5M8",
+        ),
+        ("generate DIR --prompt x --kv E5M9", "--kv E5M9: choose from E5M8, E5M7, E5M6, E5M5, E5M4, E5M3"),
+        ("generate DIR --prompt x --draft E5M9", "--draft E5M9: give a precision, prompt, or prompt+E5M3; "),
+        ("generate DIR --prompt x --draft E5M8", "--draft E5M8: a draft is coarser than what it serves; "),
+        ("chat DIR --kv E5M9", "--kv E5M9: choose from E5M8, "),
+        ("bench DIR --draft E5M9", "--draft E5M9: give a precision, prompt, or prompt+E5M3; "),
+        ("serve DIR -p E5M9", "--precision E5M9: choose from auto, E5M8, "),
+        ("serve DIR --auto-coarsest E5M9", "--auto-coarsest E5M9: choose from E5M8, "),
+        (
+            "serve DIR --auto-finest E5M3 --auto-coarsest E5M4",
+            "--auto-finest E5M3: is coarser than E5M4, the ",
+        ),
+        ("serve DIR --timeout 0", "--timeout 0.0: give more than 0"),
+        ("fetch DIR OUT -p E5M9", "--precision E5M9: choose from E5M8, "),
+        ("export DIR OUT --to hf -p E5M9", "--precision E5M9: choose from E5M8, "),
+        (
+            "tune builtin --data builtin --out OUT --precisions E5M8,E5M9",
+            "--precisions E5M8,E5M9: E5M9 is no ",
+        ),
+        ("tune builtin --data builtin --out OUT --ultra-low E5M9", "--ultra-low E5M9: choose from E5M8, "),
+    ],
+)
+def test_a_precision_that_there_is_none_of_is_refused_with_the_option_it_was_given_to(
+    packed, tmp_path, monkeypatch, words, told
+):
+    monkeypatch.chdir(tmp_path)
+    assert str(refused(*words.replace("DIR", str(packed)).split()).exception).startswith(told)
+
+
+def test_before_its_first_number_a_schedule_leaves_the_precision_as_it_is(packed):
+    words = ("generate", packed, "--prompt", "The", "--max-new-tokens", 6, "-p", "E5M4")
+    assert "E5M4, then E5M8: 6 tokens" in run(*words, "--schedule", "3:E5M8").stderr
+
+
 def test_a_chat_outlives_a_draft_that_is_no_longer_coarser(packed):
     lines = "The list\n/precision E5M3\nThe list\n/draft off\nThe list\n/draft nobody\n"
     result = run("chat", packed, "--draft", "E5M4", "--max-new-tokens", 4, text=lines)
-    assert "draft=E5M4: a draft is coarser than what it serves" in " ".join(result.stderr.split())
+    assert "/draft E5M4: a draft is coarser than what it serves" in " ".join(result.stderr.split())
     assert result.stderr.count("4 tokens") == 2
-    assert "draft='nobody'" in result.stderr
+    assert "/draft nobody: give a precision, prompt, or prompt+E5M3" in result.stderr
 
 
 def test_chat_takes_phases_and_packed_keys(packed):
@@ -446,7 +492,7 @@ def test_chat_switches_precision_and_keeps_the_cache(packed):
     kept = int(result.stderr.split("now at E5M3, ")[1].split()[0])
     assert kept > 5
     assert f" {kept} tokens reused" in result.stderr
-    assert "unknown precision 'E9'" in result.stderr
+    assert "/precision E9: choose from E5M8, E5M7" in result.stderr
     assert "/precision E5M3   go on at" in result.stderr
     assert "conversation forgotten" in result.stderr
 
@@ -521,7 +567,7 @@ def test_the_installed_tool_refuses_in_one_line_without_a_traceback(tmp_path):
         text=True,
         check=False,
     )
-    assert_one_line(done, "nowhere is not a directory")
+    assert_one_line(done, "there is no directory nowhere here. If a model of this name on the Hub is meant: ")
     assert list(tmp_path.iterdir()) == []
 
 

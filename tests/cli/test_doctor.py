@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 import otaro
 from otaro.cli import doctor
 from otaro.cli.main import app
+from otaro.errors import install, pip_install
 from otaro.kernels import cpu, ops, reference
 
 
@@ -75,9 +76,9 @@ def test_a_missing_extra_comes_with_its_pip_line_and_a_missing_dependency_is_bro
     none = dict.fromkeys(doctor.EXTRAS)
     assert lacking == none | {"lora": [old], "report": [], "mlx": ["abacus is missing"], "eval": []}
     shown = asked().stdout
-    assert "abacus is missing: pip install 'otaro-llm[mlx]'" in shown
+    assert f"abacus is missing: {install('mlx')}" in shown
     assert "the figures of otaro analyze: installed" in shown
-    assert "otaro serve: this installation is older than it: pip install 'otaro-llm[serve]'" in shown
+    assert f"otaro serve: this installation is older than it: {install('serve')}" in shown
 
 
 class Installed:
@@ -103,7 +104,7 @@ def test_an_installation_older_than_the_code_is_a_warning_and_not_broken(monkeyp
     shown = asked()
     assert shown.exit_code == 0
     assert (
-        f"installed as 0.0.9, code is {otaro.__version__}: install again with pip install {how}"
+        f"installed as 0.0.9, code is {otaro.__version__}: install again with {pip_install(how)}"
         in shown.stdout
     )
     assert all(f"[{name}]" in shown.stdout for name in doctor.EXTRAS)

@@ -228,7 +228,7 @@ def test_help_explains_every_option():
             "the stride must be between 1 and the window of 64",
         ),
         (["--text", "builtin", "--precision", "fp"], "has no fp"),
-        (["--text", "builtin", "--precision", "E4"], "unknown precision 'E4'; give all, or some of fp, E5M8"),
+        (["--text", "builtin", "--precision", "E4"], "--precision E4: choose from all, fp, E5M8"),
         (["--text", "builtin", "--device", "abacus"], "unknown device"),
         (["--tasks", "boolq", "--data-dir", "nowhere"], "--data-dir nowhere has no boolq.jsonl.gz"),
     ],

@@ -86,15 +86,30 @@ def test_a_second_budget_measures_nothing(model, text, monkeypatch):
 
 def test_what_is_printed_says_how_good_it_is(model, text, monkeypatch):
     monkeypatch.setattr(console.out, "_width", 200)
-    said = run("fit", model, "--text", text, "--budget", "100MB", "--tokens", 128).stdout
-    assert "fit:100MB takes 1.6 MB, 9.133 bits per weight: of 43 tensors 43 at E5M8" in said
-    assert "100MB is more than all of it takes: 1.6 MB, 9.133 bits per weight at E5M8" in said
+    said = run("fit", model, "--text", text, "--bits", 9.134, "--tokens", 128).stdout
+    assert "fit:9.134bits takes 1.6 MB, 9.133 bits per weight: of 43 tensors 43 at E5M8" in said
     assert "divergence from E5M8 on" in said
     assert "Expected divergence by size" in said
     shown = run("inspect", model).stdout
     assert "Fits, the largest first" in shown
     assert "fit:5.2bits" in shown
-    assert set(json.loads(run("inspect", model, "--json").stdout)["fits"]) == {"5.2bits", "800kB", "100MB"}
+    assert set(json.loads(run("inspect", model, "--json").stdout)["fits"]) == {
+        "5.2bits",
+        "800kB",
+        "9.134bits",
+    }
+
+
+@pytest.mark.parametrize("budget", [["--budget", "100MB"], ["--bits", "9.2"]])
+def test_a_budget_for_more_than_all_of_it_is_refused(model, text, budget):
+    before = (model / "precisions.json").read_bytes()
+    told = refused("fit", model, "--text", text, "--tokens", 128, *budget)
+    assert told.startswith(f"{' '.join(budget)}: the whole model takes 1,5")
+    assert told.endswith(
+        "9.133 bits per weight, at E5M8, the finest that is here: there is nothing to fit; run it "
+        "with --precision E5M8"
+    )
+    assert (model / "precisions.json").read_bytes() == before
 
 
 def test_the_least_that_a_refusal_names_is_taken(model, text):
@@ -113,18 +128,20 @@ def test_where_finer_shards_are_missing_it_is_said(fitted, text, copy_of, monkey
     monkeypatch.setattr(console.out, "_width", 200)
     model = copy_of(fitted[0], planes=(3, 4, 5))
     (model / "precisions.json").unlink()
-    said = run("fit", model, "--text", text, "--bits", 8, "--tokens", 128).stdout
-    assert "8bits is more than E5M5 takes (" in said
-    assert f"finer shards are not here; bring them with: otaro fetch SOURCE {model} --precision E5M8" in said
-    assert "more than all of it" not in said
+    said = refused("fit", model, "--text", text, "--bits", 8, "--tokens", 128)
+    assert (
+        "at E5M5, the finest that is here: there is nothing to fit without finer shards; bring them" in said
+    )
+    assert said.endswith(f" with: otaro fetch SOURCE {model} --precision E5M8")
+    run("fit", model, "--text", text, "--bits", 6, "--tokens", 128)
     assert "KL is from" not in run("inspect", model).stdout
     for bits in (6, 7, 8):
         shutil.copy(fitted[0] / shard_name(bits), model)
     assert (
-        "fit:8bits: KL is from E5M5, the finest that was there when it was made, not E5M8"
+        "fit:6bits: KL is from E5M5, the finest that was there when it was made, not E5M8"
         in run("inspect", model).stdout
     )
-    assert json.loads(run("inspect", model, "--json").stdout)["fits"]["8bits"]["reference"] == "E5M5"
+    assert json.loads(run("inspect", model, "--json").stdout)["fits"]["6bits"]["reference"] == "E5M5"
 
 
 def test_a_fit_that_is_replaced_by_one_of_another_measurement_is_named(model, text, tmp_path):
@@ -148,7 +165,7 @@ def test_a_fit_that_is_replaced_by_one_of_another_measurement_is_named(model, te
 
 
 def test_names_of_fits_are_never_cut(model, text, monkeypatch):
-    name = "fit:1234567890.123456kB"
+    name = "fit:1234567.123456B"
     run("fit", model, "--text", text, "--budget", name[4:], "--tokens", 128)
     for width in (80, 40):
         monkeypatch.setattr(console.out, "_width", width)

@@ -75,7 +75,9 @@ def test_an_example_is_a_line_of_its_own_below_what_it_is_for(path):
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
 def test_examples_can_be_typed(path):
     assert COMMANDS[path].callback.examples
-    for line in (*COMMANDS[path].callback.examples, *GROUP.callback.examples):
+    of_groups = [line for one in PAGES.values() if hasattr(one, "commands") for line in one.callback.examples]
+    assert any(line.startswith("otaro analyze weights") for line in of_groups)
+    for line in (*COMMANDS[path].callback.examples, *of_groups):
         words = shlex.split(re.sub(r" [<|] .*", "", line), comments=True)
         words = words[words.index("otaro") + 1 :]
         context, command = GROUP.make_context("otaro", list(words), resilient_parsing=True), GROUP
@@ -90,6 +92,12 @@ def test_the_page_of_tune_is_read_at_a_glance():
     panels = re.findall(r"^╭─ (.*?) ─", page, re.MULTILINE)
     assert panels[:3] == ["Arguments", "Options", "Training"]
     assert panels[-2:] == ["Hub", "Output"]
+    assert re.search("╭─ Training .*--save-every N .*╭─ Memory and speed", page, re.DOTALL)
+
+
+def test_what_only_old_directories_need_comes_last_of_what_makes_a_model():
+    page = shown((), 100)
+    assert page.index("│ export") < page.index("│ describe") < page.index("─ To run one ─")
 
 
 def test_tune_has_the_options_that_it_ever_had():
@@ -105,10 +113,13 @@ def test_the_options_of_tune_are_the_fields_of_its_configuration():
             value = getattr(made, field.name)
             if isinstance(value, int | float) and not isinstance(value, bool):
                 assert float(shown_defaults[field.name]) == pytest.approx(value, rel=1e-4)
-    assert shown_defaults["weights"] == "0,0,0,1,1.25,2.6"
+    assert shown_defaults["weights"] is False
+    weights = recipe("best")[0].weights, Options(method="uniform").to_dict()["weights"]
+    told = [",".join(f"{one:g}" for one in some) for some in weights]
     assert shown_defaults["ultra_low"] == "E5M4,E5M3"
     said = " ".join(shown(("tune",), 110).replace("│", "").split())
     assert "paper: --method otaro --reconstruction truncate --leftover drop" in said
+    assert f"By default {told[0]} in --recipe best, and {told[1]} with --method uniform." in said
 
 
 def test_a_page_needs_no_torch():
@@ -187,3 +198,29 @@ def test_bash_completes_by_the_script_that_is_shown():
     offered, rule = done.stdout.splitlines()
     assert offered == "E5M8 E5M7 E5M6 E5M5 E5M4 E5M3"
     assert "-o default" in rule  # where we offer nothing, bash offers files
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ("generate DIR --prompt x --max-new-tokens 0", "--max-new-tokens 0: must be at least 1"),
+        ("generate DIR --prompt x --top-p 3", "--top-p 3: must be at most 1"),
+        ("generate DIR --prompt x --top-k 1.5", "--top-k 1.5: must be a whole number"),
+        ("fit DIR --text x --bits abc", "--bits abc: must be a number"),
+        ("export DIR OUT -p E5M3 --to onnx", "--to onnx: choose from gguf, compressed-tensors, mlx, hf"),
+        ("bench DIR --parallel x", "--parallel x: must be of the form 1,2,4,8"),
+        ("generate DIR", "--prompt TEXT is missing"),
+        ("generate --prompt x", "DIR is missing"),
+        ("generate DIR --prompt", "--prompt: a value must follow"),
+        ("generate DIR --promp x", "there is no option --promp; did you mean --prompt or --stop?"),
+        ("analyze weigts", "no such command 'weigts'; did you mean 'weights'?"),
+    ],
+)
+def test_a_wrong_line_is_told_as_all_refusals_are_below_the_usage_of_the_page(words, complaint):
+    done = CliRunner().invoke(app, words.split(), prog_name="otaro")
+    usage, error, where = done.stderr.splitlines()
+    assert (done.exit_code, error) == (2, f"error: {complaint}")
+    command = ["analyze"] if words.startswith("analyze") else words.split()[:1]
+    page = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "110"}, prog_name="otaro").stdout
+    assert usage == page.splitlines()[0]
+    assert where == f"`otaro {command[0]} --help` lists the options"

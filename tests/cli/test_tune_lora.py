@@ -104,7 +104,7 @@ def test_the_8_bit_optimizer_without_its_package_is_refused_in_words(half, tmp_p
     with pytest.raises(
         otaro.OtaroError,
         match=r"adamw8bit needs the package bitsandbytes; install it with: "
-        r"pip install",
+        r".* -m pip install",
     ):
         tune_model.load_model(half, Training(optimizer="adamw8bit"))
 

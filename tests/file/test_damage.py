@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 import otaro
 from otaro.errors import DigestError, FormatError, OtaroError, ShardMissingError
-from otaro.file.header import MAX_HEADER, render_header
+from otaro.file.checkpoint import resolve_nested
+from otaro.file.header import MAX_HEADER, render_header, shard_name
 from otaro.file.io import NestedDirectory
 
 LAYER = "model.layers.0.self_attn.q_proj.weight"  # [96, 96]: 48 bytes a row in the base, 12 in a plane
@@ -207,9 +208,22 @@ def test_the_folder_of_a_tuning_run_is_told_from_the_model_in_it(victim):
 
 
 def test_a_file_or_nothing_in_place_of_the_directory_is_refused(victim):
-    for path in (victim / "config.json", victim / "nothing"):
-        with pytest.raises(FormatError, match=f"{path} is not a directory; give one that `otaro pack` wrote"):
+    for path, way in (
+        (victim / "config.json", f"is a file; give the nested directory it lies in, {victim}$"),
+        (victim / "nothing", "is not a directory; give one that `otaro pack` wrote"),
+    ):
+        with pytest.raises(FormatError, match=f"{path} {way}"):
             NestedDirectory(path)
+    elsewhere = victim.parent / "alone.safetensors"
+    elsewhere.touch()
+    with pytest.raises(FormatError, match="is a file; give a nested directory, as `otaro pack` writes it"):
+        resolve_nested(elsewhere)
+
+
+def test_a_directory_without_its_base_shard_is_refused_with_what_brings_it(victim):
+    (victim / shard_name(3)).unlink()
+    with pytest.raises(ShardMissingError, match=r"model-m3\.safetensors, .*with `otaro fetch SOURCE OUT` or"):
+        NestedDirectory(victim)
 
 
 def test_a_missing_plane_limits_the_directory_and_is_named_when_asked_for(victim):
@@ -253,7 +267,7 @@ def test_a_header_length_beyond_the_file_is_refused(victim, length):
         (b"[" * 100_000 + b"]" * 100_000, "is not valid JSON"),
         (b"[]", "is not a JSON object"),
         (b"null", "is not a JSON object"),
-        (b'{"a": \xff}', "is not valid JSON"),
+        (b'{"a": \xff}', "the header is not text; the file is damaged; delete it and fetch it again"),
         (b"", "is not valid JSON"),
         (b"{}", "is not an OTARo shard"),
         (b'{"__metadata__": "otaro"}', "is not an OTARo shard"),

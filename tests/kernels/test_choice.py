@@ -103,7 +103,7 @@ def test_without_the_extension_a_model_generates_the_same_through_the_reference(
     tokens, reason = without.stdout.splitlines()
     assert tokens == with_it.stdout.splitlines()[0]
     assert reason.startswith("reference | the C++ extension is not there (")
-    assert reason.endswith("install otaro again with `pip install --verbose` to see why it was not built")
+    assert reason.endswith("-m pip install --verbose` to see why it was not built")
 
 
 def test_without_extension_and_compiler_the_message_names_what_is_missing(in_child):

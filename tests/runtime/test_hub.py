@@ -5,8 +5,10 @@ The client is the real one, in a child process; it asks a Hub on this machine.
 
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
+from huggingface_hub import errors
 from typer.testing import CliRunner
 
 import otaro
@@ -245,8 +247,11 @@ def test_a_wrong_token_is_a_refusal_in_one_line(repository, online, nested_dir, 
 from otaro.cli.main import app
 refusal(lambda: app(["verify", {repository.name!r}, "--token", "hf_wrong"], standalone_mode=False))
 """)
-    failed = "is not a directory, and fetching it from the Hub failed: 401"
-    assert message.startswith(f"CheckpointError: {repository.name} {failed}")
+    name = repository.name
+    failed = (
+        f"there is no directory {name} here, and the Hub has no {name} for you: check the name; a private"
+    )
+    assert message.startswith(f"CheckpointError: {failed} model needs a token (401 ")
     assert "hf_wrong" not in message
 
 
@@ -271,16 +276,38 @@ def test_a_token_is_not_shown():
     assert TOKEN not in repr(Hub(token=TOKEN))
 
 
-def test_an_unreachable_hub_is_a_refusal(monkeypatch):
+def answered(kind, status):
+    """An error of the Hub's client."""
+    return kind(
+        f"{status} Client Error", response=SimpleNamespace(status_code=status, headers={}, request=None)
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            OSError("no route to host\nand much more"),
+            r"could not be reached .* HF_ENDPOINT .* \(no route to host\)$",
+        ),
+        (
+            answered(errors.RepositoryNotFoundError, 404),
+            r"the Hub has no \S+ for you: check the name.* \(404 ",
+        ),
+        (answered(errors.GatedRepoError, 403), r"accepted its terms; do so .* give a token \(403 "),
+        (answered(errors.RevisionNotFoundError, 404), r" on the Hub has no revision v9; name a branch"),
+        (answered(errors.HfHubHTTPError, 503), r"the Hub answered with an error; try again later.* \(503 "),
+        (errors.LocalEntryNotFoundError("not cached"), "cache has not all of it, .*; give a directory$"),
+    ],
+)
+def test_a_model_that_is_not_to_be_had_is_refused_with_why_and_what_to_do(monkeypatch, error, words):
     import huggingface_hub
 
-    def unreachable(*args, **kwargs):
-        raise OSError("no route to host\nand much more")
+    def fail(*args, **kwargs):
+        raise error
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
-    with pytest.raises(
-        CheckpointError,
-        match=r"someone/model is not a directory, and fetching it .* no "
-        r"route to host$",
-    ):
-        resolve_model("someone/model")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(CheckpointError, match=f"^there is no directory someone/model here, and .*{words}"):
+        resolve_model("someone/model", hub=Hub(revision="v9"))
+    with pytest.raises(CheckpointError, match=f"^there is no directory modle here. If a model .*{words}"):
+        resolve_model("modle", hub=Hub(revision="v9"))

@@ -629,7 +629,7 @@ def test_without_datasets_the_extra_is_named(tokenizer, write, monkeypatch, sour
     source = str(write(source, b"PAR1")) if source == "a.parquet" else source
     with pytest.raises(
         DataError,
-        match=r"needs the package datasets to be read: pip install "
+        match=r"needs the package datasets to be read: .* -m pip install "
         r"'otaro-llm\[data\]'",
     ):
         load_data(source, tokenizer, 64)

@@ -21,7 +21,19 @@ if TYPE_CHECKING:
     from otaro.file.checkpoint import Checkpoint
     from otaro.file.hub import Hub
 
-app = App(help="Repeat the paper's observations: gradients and weights of a model.", no_args_is_help=True)
+app = App(no_args_is_help=True)
+
+
+@app.callback()
+@page(
+    examples="""
+    otaro analyze gradients MODEL --text builtin --batches 4   # figures 4 and 5 of the paper
+    otaro analyze weights MODEL                                # what sharing a scale costs
+    """
+)
+def analyze() -> None:
+    """Repeat the paper's observations: gradients and weights of a model."""
+
 
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="A Hugging Face directory, a Hub id, or `builtin`.")
@@ -46,7 +58,8 @@ NO_BOS_HELP = (
 def gradients(
     model: ModelArgument,
     text: Annotated[
-        str, typer.Option(help="Whatever `otaro tune --data` takes: a .txt file, ..., or `builtin`.")
+        str,
+        typer.Option(help="The text to read, as --data of `otaro tune`: a .txt file, ..., or `builtin`."),
     ],
     out: OutOption = None,
     batches: Annotated[int, typer.Option(help="Batches to compare over.", min=1)] = 16,
@@ -54,7 +67,7 @@ def gradients(
     sequence_length: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 256,
     no_bos: Annotated[bool, typer.Option("--no-bos", help=NO_BOS_HELP)] = False,
     modules: Annotated[
-        str, typer.Option(help="Look at these only, such as '*.layers.15.*'; all are quantized.")
+        str, typer.Option(help="Look only at modules of such names: '*.layers.15.*'; all are quantized.")
     ] = "*",
     reconstruction: console.ReconstructionOption = None,
     group_size: console.GroupSizeOption = None,

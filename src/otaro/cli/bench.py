@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from otaro.cli import console
-from otaro.cli.generate import DeviceOption, DirectoryArgument
+from otaro.cli.generate import DeviceOption, DirectoryArgument, check_draft
 from otaro.cli.help import page
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ LLAMA = "llama.cpp"
 @page(
     {
         "What is timed": "prompt_tokens tokens context rounds threads kv",
-        "Something else instead": "parallel draft text",
-        "Beside others": "transformers against",
+        "Other measurements": "parallel draft text",
+        "Comparisons": "transformers against",
     },
     examples="""
     otaro bench DIR
@@ -76,7 +76,9 @@ def bench(
         str | None,
         typer.Option(help="Texts for --draft, as --text of `otaro eval`; by default Python's documentation."),
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="By default torch's number.", min=1)] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="Threads to compute with; by default as many as torch takes.", min=1)
+    ] = None,
     kv: Annotated[
         str | None,
         console.precision_option("Keep keys and values at E5M8 to E5M3 instead of float16."),
@@ -122,6 +124,10 @@ def bench(
     chosen = [name.strip() for name in precision.split(",")] if precision else None
     if draft is not None and chosen is not None and len(chosen) > 1:
         raise otaro.OtaroError("--draft serves one --precision at a time")
+    console.check_precisions("--precision", precision, *(chosen or ()), fits=True)
+    console.check_precisions("--kv", kv)
+    for one in draft.split(",") if draft else ():
+        check_draft(one)
     console.quiet_transformers()
     ours = {
         "prompt_tokens": prompt_tokens,
@@ -133,7 +139,7 @@ def bench(
     given: dict[str, Any] = {name: value for name, value in ours.items() if value is not None}
     given["kv"] = otaro.Precision(kv) if kv else None
     result: Bench | Parallel | Drafts
-    with console.progress_bar("timing") as progress:
+    with console.named_as_options(), console.progress_bar("timing") as progress:
         options: dict[str, Any] = {
             "device": device,
             "hub": Hub(revision, token, cache_dir),
@@ -172,7 +178,7 @@ def bench(
 def _counts(parallel: str) -> list[int]:
     parts = [part.strip() for part in parallel.split(",")]
     if not all(part.isdecimal() for part in parts):
-        raise typer.BadParameter(f"{parallel!r} is not of the form 1,2,4,8", param_hint="--parallel")
+        raise typer.BadParameter("must be of the form 1,2,4,8", param_hint=f"--parallel {parallel}")
     return [int(part) for part in parts]
 
 

@@ -22,6 +22,7 @@ from otaro.cli.generate import (
     TemperatureOption,
     TopKOption,
     TopPOption,
+    check_draft,
     open_model,
     phases,
     read_text,
@@ -76,8 +77,11 @@ def chat(
         **phases(prefill, decode, schedule, None),
         **sampling(temperature, top_p, top_k, repetition_penalty, seed),
     }
+    console.check_precisions("--kv", kv)
+    check_draft(draft)
     model, tokenizer = open_model(directory, precision, device, Hub(revision, token, cache_dir))
-    session = ChatSession(model, tokenizer, Precision(kv) if kv else None, system)
+    with console.named_as_options():
+        session = ChatSession(model, tokenizer, Precision(kv) if kv else None, system)
     at = console.describe_precision(model)
     console.err.print(
         f"[bold]{console.escape(directory)}[/] at {at}. /help lists the commands.", highlight=False
@@ -120,7 +124,7 @@ def _command(session: Any, line: str, options: dict[str, Any]) -> None:
     command, *arguments = line.split()
     if command == "/precision" and len(arguments) == 1:
         try:
-            otaro.set_precision(session.model, console.parse_precision(arguments[0]))
+            otaro.set_precision(session.model, console.parse_precision(arguments[0], command))
         except otaro.OtaroError as error:
             _refused(error)
         else:
@@ -130,7 +134,8 @@ def _command(session: Any, line: str, options: dict[str, Any]) -> None:
             )
     elif command == "/draft" and len(arguments) == 1:
         try:
-            options["draft"] = Draft.of(None if arguments[0] == "off" else arguments[0])
+            with console.named_as_options("/"):
+                options["draft"] = Draft.of(None if arguments[0] == "off" else arguments[0])
         except otaro.OtaroError as error:
             _refused(error)
         else:
@@ -155,7 +160,8 @@ def _answer(session: Any, text: str, options: dict[str, Any]) -> None:
 
     streamer = TextStreamer(session.tokenizer, skip_prompt=True, skip_special_tokens=True)
     try:
-        session.reply(text, streamer=streamer, **options)
+        with console.named_as_options("/"):
+            session.reply(text, streamer=streamer, **options)
     except KeyboardInterrupt:
         console.err.print("\ninterrupted; the conversation goes on without this turn")
         return

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -30,7 +31,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from otaro.errors import OtaroError, OtaroWarning
+from otaro.errors import OtaroError, OtaroWarning, PrecisionError
 from otaro.readable import size as size
 from otaro.sefp.precision import PRECISIONS
 
@@ -73,7 +74,7 @@ def precision_option(help_text: str, *names: str) -> Any:
     return typer.Option(*names, help=help_text, metavar="PRECISION", autocompletion=complete_precisions)
 
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one line of JSON instead.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as one line of JSON.")]
 PrecisionOption = Annotated[
     str | None,
     precision_option(
@@ -84,10 +85,10 @@ PrecisionOption = Annotated[
 ]
 # How to reach a model on the Hub. The token is for fetching alone: it is neither printed nor recorded.
 RevisionOption = Annotated[
-    str | None, typer.Option(help="Of a model on the Hub: a branch, a tag or a commit.")
+    str | None, typer.Option(help="Version of a model on the Hub: a branch, a tag or a commit.")
 ]
 TokenOption = Annotated[
-    str | None, typer.Option(help="For the Hub, instead of the environment's HF_TOKEN or a login.")
+    str | None, typer.Option(help="Token for the Hub, instead of the environment's HF_TOKEN or a login.")
 ]
 CacheDirOption = Annotated[
     Path | None, typer.Option(help="Keep what comes from the Hub here, instead of in HF_HOME.")
@@ -200,13 +201,44 @@ def warnings_in_a_line() -> Iterator[None]:
         warnings.showwarning = usual
 
 
-def parse_precision(text: str) -> dict[str, str]:
+def parse_precision(text: str, option: str = "--precision") -> dict[str, str]:
     """`E5M3,lm_head=E5M4` as a mapping from patterns to precisions; a precision alone is for all modules."""
     parts = [part.rpartition("=") for part in text.split(",")]
     found = {(pattern or "*").strip(): precision.strip() for pattern, _, precision in parts}
     if len(found) < len(parts):
-        raise OtaroError(f"{text}: one of the modules has two precisions; write E5M4, or E5M3,lm_head=E5M4")
+        raise OtaroError(
+            f"{option} {text}: one of the modules has two precisions; write E5M4, or E5M3,lm_head=E5M4"
+        )
+    check_precisions(option, text, *found.values(), fits=True)
     return found
+
+
+def check_precisions(
+    option: str, given: str | None, *names: str, fits: bool = False, others: tuple[str, ...] = ()
+) -> None:
+    """Refuse an option whose precisions do not exist, before a model is opened; `names` are those in it."""
+    from otaro.file.fits import is_fit
+
+    known = [*others, *map(str, PRECISIONS)]
+    for name in names or filter(None, [given]):
+        if name.upper() not in map(str.upper, known) and not (fits and is_fit(name)):
+            odd = "" if name == given else f"{name} is no precision; "
+            more = " or a fit such as fit:90MB" if fits else ""
+            raise PrecisionError(f"{option} {given}: {odd}choose from {', '.join(known)}{more}")
+
+
+@contextmanager
+def named_as_options(mark: str = "--") -> Iterator[None]:
+    """Name what is refused as it was given, `--draft E5M8`, and not as in Python, `draft=E5M8`."""
+    try:
+        yield
+    except OtaroError as error:
+        told = re.sub(
+            r"^([a-z_]+)=('?)([^\s':]*)\2(?=[: ])",
+            lambda found: f"{mark}{found[1].replace('_', '-')} {found[3]}",
+            str(error),
+        )
+        raise type(error)(told) from error
 
 
 def describe_precision(model: Any) -> str:

@@ -76,9 +76,9 @@ def demo(
 ) -> None:
     """Tune a model as usual and once for all precisions, and show what one file then does.
 
-    What each precision costs, a text while the precision changes, the size of every prefix, a switch's time,
-    an upgrade by one shard, speed, and a report. The built-in model needs no download, and two minutes of two
-    cores.
+    Shows what each precision costs, a text while the precision changes, the size of every prefix, a switch's
+    time, an upgrade by one shard, speed, and a report. The built-in model needs no download, and two minutes
+    of two cores.
     """
     import torch
 

@@ -15,7 +15,7 @@ import typer
 
 from otaro.cli import console
 from otaro.cli.help import page
-from otaro.errors import DISTRIBUTION, KernelError, install
+from otaro.errors import DISTRIBUTION, KernelError, install, pip_install
 
 PACKAGES = ("torch", "transformers", "safetensors", "accelerate", "huggingface_hub")
 EXTRAS = {
@@ -100,9 +100,8 @@ def _outdated() -> list[str]:
         if editable
         else f"--upgrade {DISTRIBUTION}"
     )
-    return [
-        f"installed as {installed.version}, code is {otaro.__version__}: install again with pip install {how}"
-    ]
+    again = f"install again with {pip_install(how)}"
+    return [f"installed as {installed.version}, code is {otaro.__version__}: {again}"]
 
 
 def _kernels(device: str, problems: list[str]) -> dict[str, str] | None:

@@ -25,12 +25,17 @@ TEXT_HELP = (
     "Measure perplexity on a text file (or the `text` of .jsonl, .json and .parquet rows), on a Hub data set "
     "(owner/name or owner/name/config:split), or on `builtin`."
 )
-REFERENCE_HELP = "The checkpoint that a nested model came from: fp and divergence are then this one's."
+REFERENCE_HELP = (
+    "The checkpoint that a nested model came from: fp is then this one, and divergence is from it."
+)
 KV_HELP = (
     "Read the text through the decoder, with keys and values in some of float16,E5M8,...,E5M3 or `all`: "
     "what packing them costs."
 )
-TASKS_HELP = "Tasks of lm-evaluation-harness, such as arc_easy,boolq; zeroshot8 is the paper's eight."
+TASKS_HELP = (
+    "Tasks of lm-evaluation-harness, such as arc_easy,boolq; zeroshot8 is the paper's eight, "
+    "and `lm_eval ls tasks` lists all."
+)
 
 
 @page(
@@ -82,7 +87,7 @@ def evaluate(
         Path | None, typer.Option(help="Take the tasks' data from TASK.jsonl.gz files in this folder.")
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(help="Only the first so many samples of each task.", min=1)
+        int | None, typer.Option(help="Take only the first N samples of each task.", min=1)
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Requests of a task that run together.", min=1)] = 8,
     device: DeviceOption = "cpu",
@@ -125,6 +130,8 @@ def evaluate(
         raise otaro.OtaroError(
             "there is nothing to measure: give --text FILE (or --text builtin), --tasks NAMES, or both"
         )
+    asked = [name.strip() for name in precision.split(",")]
+    console.check_precisions("--precision", precision, *asked, fits=True, others=("all", "fp"))
     console.quiet_transformers()
     with console.err.status("looking at model, text and tasks ..."):
         subject = Subject(

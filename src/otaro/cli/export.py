@@ -65,6 +65,7 @@ def export(
     """
     from otaro.export.run import export as export_model
 
+    console.check_precisions("--precision", precision, fits=True)
     console.quiet_transformers()
     started = time.perf_counter()
     try:

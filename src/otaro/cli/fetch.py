@@ -56,6 +56,7 @@ def fetch(
     After a cut, the same command goes on where it stopped.
     """
     started = time.perf_counter()
+    console.check_precisions("--precision", precision)
     wanted = None if precision is None else Precision(precision)
     try:
         from otaro.file.fetch import fetch as fetch_model

@@ -12,9 +12,11 @@ from otaro.cli import console
 from otaro.cli.eval import open_text
 from otaro.cli.generate import DeviceOption
 from otaro.cli.help import page
+from otaro.errors import OtaroError
 
 if TYPE_CHECKING:
     from otaro.evaluate.fit import Fitting, Outcome
+    from otaro.file.fits import Budget
 
 TEXT_HELP = "What to measure on, as --text of `otaro eval`: a file, a Hub data set, or `builtin`."
 
@@ -29,12 +31,13 @@ TEXT_HELP = "What to measure on, as --text of `otaro eval`: a file, a Hub data s
 def fit(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A nested directory.")],
     text: Annotated[str, typer.Option(help=TEXT_HELP)],
-    budget: Annotated[str | None, typer.Option(help="Bytes: 90MB, 1.5GB, 800MiB.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Budget in bytes: 90MB, 1.5GB, 800MiB.")] = None,
     bits: Annotated[
-        float | None, typer.Option(help="Bits per weight, as `otaro inspect` counts them.")
+        float | None, typer.Option(help="Budget in bits per weight, as `otaro inspect` counts them.")
     ] = None,
     tokens_per_second: Annotated[
-        float | None, typer.Option(help="Of one answer, by a short measurement of this machine.")
+        float | None,
+        typer.Option(help="Speed of one answer to reach, by a short measurement of this machine."),
     ] = None,
     tokens: Annotated[
         int, typer.Option(help="Tokens of the text to measure on; four times as many are checked on.", min=16)
@@ -54,6 +57,7 @@ def fit(
     console.quiet_transformers()
     with console.err.status("looking at model and text ..."):
         fitting = Fitting(directory, open_text(text), tokens=tokens, device=device)
+    _refuse_more_than_all(wanted, fitting)
     command = shlex.join(
         ["otaro", "fit", str(directory), "--text", text, *wanted.option.split(), "--tokens", str(tokens)]
     )
@@ -75,6 +79,30 @@ def fit(
         console.print_json({**outcome.to_dict(), "measured_before": fitting.kept.taken_over})
     else:
         show(outcome, fitting)
+
+
+def _refuse_more_than_all(budget: Budget, fitting: Fitting) -> None:
+    """Where everything is within the budget there is nothing to choose, and a fit would promise a choice."""
+    from otaro.file.fits import bytes_of, weights_of
+    from otaro.sefp.precision import PRECISIONS
+
+    nested, finest = fitting.nested, fitting.finest
+    most, weights = bytes_of(nested, finest), weights_of(nested)
+    if budget.bytes is not None:
+        within = budget.bytes <= most
+    else:  # bits are shown with three digits, of which the next may always be asked for; speed is measured
+        within = budget.unit != "bits" or 1000 * budget.amount <= -(-8000 * most // weights)
+    if within:
+        return
+    if finest == PRECISIONS[0]:
+        way = f"there is nothing to fit; run it with --precision {finest}"
+    else:
+        bring = f"otaro fetch SOURCE {nested.path} --precision {PRECISIONS[0]}"
+        way = f"there is nothing to fit without finer shards; bring them with: {bring}"
+    raise OtaroError(
+        f"{budget.option}: the whole model takes {most:,} bytes, {8 * most / weights:.3f} bits "
+        f"per weight, at {finest}, the finest that is here: {way}"
+    )
 
 
 def show(outcome: Outcome, fitting: Fitting) -> None:

@@ -18,28 +18,32 @@ DirectoryArgument = Annotated[
 ]
 MaxNewTokensOption = Annotated[int, typer.Option(help="Stop after this many tokens.", min=1)]
 TemperatureOption = Annotated[
-    float, typer.Option(help="0 takes the likeliest token, more is more varied.", min=0.0)
+    float, typer.Option(help="0 takes the likeliest token; higher values vary more.", min=0.0)
 ]
 TopPOption = Annotated[
     float, typer.Option(help="Sample from the likeliest tokens that make up this share.", min=0.0, max=1.0)
 ]
 TopKOption = Annotated[
-    int, typer.Option(help="Sample from so many of the likeliest tokens; 0: from all.", min=0)
+    int, typer.Option(help="Sample from this many of the likeliest tokens; 0 samples from all.", min=0)
 ]
 RepetitionPenaltyOption = Annotated[
     float, typer.Option(help="Above 1 makes tokens that were there before less likely.", min=0.01, max=100.0)
 ]
 SystemOption = Annotated[
-    str | None, typer.Option(help="A system message, through the model's chat template.")
+    str | None, typer.Option(help="A system message, which the model's chat template puts before the text.")
 ]
 SeedOption = Annotated[
-    int, typer.Option(help="Sampling with the same seed says the same.", min=0, max=2**63 - 1)
+    int, typer.Option(help="Seed of the sampling: the same one gives the same text.", min=0, max=2**63 - 1)
 ]
 PrefillOption = Annotated[str | None, console.precision_option("Read the prompt at this precision.")]
 DecodeOption = Annotated[str | None, console.precision_option("Write new tokens at this precision.")]
 ScheduleOption = Annotated[
     str | None,
-    typer.Option(help="Precisions by number of new tokens: 0:E5M8,100:E5M4", metavar="N:PRECISION,..."),
+    typer.Option(
+        help="Precisions by number of new tokens: 0:E5M8,100:E5M4. Before the first number --precision "
+        "holds.",
+        metavar="N:PRECISION,...",
+    ),
 ]
 KvOption = Annotated[
     str | None, console.precision_option("Keep keys and values at this precision; in float16 by default.")
@@ -47,13 +51,13 @@ KvOption = Annotated[
 DraftOption = Annotated[
     str | None,
     typer.Option(
-        help="Who drafts what --precision checks: a coarser precision, prompt (the text itself), or "
-        "prompt+E5M3. "
-        "Changes the speed, and at a temperature which tokens a seed draws.",
+        help="Speculative decoding: who drafts what --precision checks: a coarser precision, prompt "
+        "(the text itself), or prompt+E5M3. Changes the speed, and at a temperature which tokens a seed "
+        "draws.",
     ),
 ]
 StopOption = Annotated[list[str] | None, typer.Option(help="Stop after this text; may be repeated.")]
-DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
+DeviceOption = Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, ...")]
 
 
 @page(
@@ -101,6 +105,7 @@ def generate(
         **phases(prefill, decode, schedule, kv),
         **sampling(temperature, top_p, top_k, repetition_penalty, seed),
     }
+    check_draft(draft)
     if prompt == "-":
         prompt = read_text(sys.stdin)
     model, tokenizer = open_model(directory, precision, device, Hub(revision, token, cache_dir))
@@ -114,16 +119,17 @@ def generate(
     streamer = (
         None if json else TextStreamer(tokenizer, skip_prompt=system is not None, skip_special_tokens=True)
     )
-    output = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=max_new_tokens,
-        streamer=streamer,
-        pad_token_id=padding_token(tokenizer),
-        draft=draft,
-        **stopping(stop, tokenizer),
-        **chosen,
-    )
+    with console.named_as_options():
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            streamer=streamer,
+            pad_token_id=padding_token(tokenizer),
+            draft=draft,
+            **stopping(stop, tokenizer),
+            **chosen,
+        )
     how = model.generation
     if json:
         text = tokenizer.decode(output[0, how.prompt_tokens :], skip_special_tokens=True)
@@ -137,17 +143,26 @@ def open_model(directory: str, precision: str | None, device: str, hub: Hub) -> 
     import otaro
     from otaro.runtime.load import load_tokenizer
 
+    wanted = console.parse_precision(precision) if precision else None
     console.quiet_transformers()
     with console.err.status("opening ..."):
         model = otaro.load(
             directory,
-            console.parse_precision(precision) if precision else None,
+            wanted,
             device=device,
             revision=hub.revision,
             token=hub.token,
             cache_dir=hub.cache_dir,
         )
         return model, load_tokenizer(model.sefp.nested.path)
+
+
+def check_draft(draft: str | None) -> None:
+    """Refuse a draft that there is none of, before a model is opened."""
+    from otaro.runtime.draft import Draft
+
+    with console.named_as_options():
+        Draft.of(draft)
 
 
 def read_text(file: Any, line: bool = False) -> str:
@@ -196,19 +211,23 @@ def phases(prefill: str | None, decode: str | None, schedule: str | None, kv: st
         raise typer.BadParameter(f"it says all there is to say; leave out {other}", param_hint="--schedule")
     chosen: dict[str, Any] = {}
     if prefill:
-        chosen["prefill"] = console.parse_precision(prefill)
+        chosen["prefill"] = console.parse_precision(prefill, "--prefill")
     if decode:
-        chosen["decode"] = console.parse_precision(decode)
+        chosen["decode"] = console.parse_precision(decode, "--decode")
     if schedule:
         steps = [part.split(":", 1) for part in schedule.split(",")]
         if any(len(step) != 2 or not step[0].strip().isdigit() for step in steps):
             raise typer.BadParameter(
-                f"{schedule!r} is not of the form 0:E5M8,100:E5M4", param_hint="--schedule"
+                "must be of the form 0:E5M8,100:E5M4", param_hint=f"--schedule {schedule}"
             )
         if len({int(at) for at, _ in steps}) < len(steps):
-            raise typer.BadParameter(f"{schedule!r} names a number of tokens twice", param_hint="--schedule")
+            raise typer.BadParameter(
+                "must not name a number of tokens twice", param_hint=f"--schedule {schedule}"
+            )
         chosen["schedule"] = {int(at): precision.strip() for at, precision in steps}
+        console.check_precisions("--schedule", schedule, *chosen["schedule"].values(), fits=True)
     if kv:
+        console.check_precisions("--kv", kv)
         chosen["kv"] = kv
     return chosen
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import typer
@@ -20,7 +21,16 @@ from rich.padding import Padding
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+from typer._click.exceptions import (
+    BadOptionUsage,
+    MissingParameter,
+    NoArgsIsHelpError,
+    NoSuchOption,
+    UsageError,
+)
 from typer.core import TyperCommand, TyperGroup
+
+from otaro.cli.console import err, escape
 
 WIDEST = 110
 LEFT = 27  # columns at most for an option and its value, which go on in the next line
@@ -45,19 +55,90 @@ class App(typer.Typer):
     """Commands with such pages."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(cls=_Group, **options)
+        super().__init__(cls=_Group, rich_markup_mode=None, **options)  # which lets _Usage show itself
 
     def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
         """As typer's."""
         return super().command(name, cls=_Command, **options)
 
 
+class _Usage(UsageError):
+    """What is wrong with a command line, told as all refusals are: option, value, what it must be."""
+
+    def show(self, file: Any = None) -> None:
+        if self.ctx is not None:
+            err.print("Usage: " + escape(_usage(self.ctx.command, self.ctx)), highlight=False)
+        err.print(f"[bold red]error:[/] {escape(self.message)}", highlight=False)
+        if self.ctx is not None:
+            err.print(f"`{self.ctx.command_path} --help` lists the options", highlight=False)
+
+
+@contextmanager
+def _told_alike(ctx: Any) -> Iterator[None]:
+    try:
+        yield
+    except (_Usage, NoArgsIsHelpError):
+        raise
+    except UsageError as error:
+        raise _Usage(_complaint(error), error.ctx or ctx) from error
+
+
+def _complaint(error: Any) -> str:
+    """`--steps 0: must be at least 1`, whoever found it: click, typer or pydantic."""
+    if isinstance(error, NoSuchOption):
+        near = f"; did you mean {' or '.join(error.possibilities)}?" if error.possibilities else ""
+        return f"there is no option {error.option_name}{near}"
+    if isinstance(error, MissingParameter) and error.param is not None:
+        option = error.param.param_type_name == "option"
+        what = f"{error.param.opts[-1]} {_value(error.param, error.ctx)}" if option else _metavar(error.param)
+        return f"{what} is missing"
+    if isinstance(error, BadOptionUsage):
+        return f"{error.option_name}: a value must follow"
+    if not isinstance(error, typer.BadParameter):
+        told = str(error.message).removesuffix(".").replace(". Did you mean", "; did you mean")
+        return told[:1].lower() + told[1:]
+    if error.param is None or error.param_hint is not None:
+        return f"{error.param_hint}: {error.message}"
+    option = error.param.param_type_name == "option"
+    name = max(error.param.opts, key=len) if option else _metavar(error.param)
+    found: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()
+    if not found:
+        return f"{name}: {error.message}"
+    given, bound = str(found[0]["input"]), found[0].get("ctx", {})
+    words = {
+        "greater_than_equal": f"must be at least {bound.get('ge', 0):.20g}",
+        "less_than_equal": f"must be at most {bound.get('le', 0):.20g}",
+        "int_parsing": "must be a whole number",
+        "float_parsing": "must be a number",
+    }
+    _, choices, listed = error.message.partition(" is not one of ")
+    told = words.get(found[0]["type"], error.message)
+    told = f"choose from {listed.removesuffix('.').replace(chr(39), '')}" if choices else told
+    return f"{name} {given if given.isprintable() else ascii(given)}: {told}"
+
+
+def _metavar(argument: Any) -> str:
+    return str(argument.display_name_raw)
+
+
 class _Command(TyperCommand):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with _told_alike(ctx):
+            return super().parse_args(ctx, args)
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         _console().print(Group(*_opening(self, ctx), *_panels(self, ctx), *_examples(self)))
 
 
 class _Group(TyperGroup):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with _told_alike(ctx):
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:  # what commands themselves refuse, too
+        with _told_alike(ctx):
+            return super().invoke(ctx)
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         found: list[tuple[str, Any]] = [(name, self.commands[name]) for name in self.list_commands(ctx)]
         titles = list(dict.fromkeys(command.rich_help_panel or "Commands" for _, command in found))
@@ -78,7 +159,8 @@ def _console() -> Console:
     return found
 
 
-def _opening(command: Any, ctx: Any) -> Iterator[Any]:
+def _usage(command: Any, ctx: Any) -> str:
+    """The command with what must be given, for the page of --help and where a line is refused."""
     arguments = [one for one in command.params if one.param_type_name == "argument"]
     words = [one.display_name_raw if one.required else f"[{one.display_name_raw}]" for one in arguments]
     words += [
@@ -87,7 +169,11 @@ def _opening(command: Any, ctx: Any) -> Iterator[Any]:
         if one.required and one not in arguments
     ]
     words += ["COMMAND"] if hasattr(command, "commands") else []
-    yield Text.assemble(("Usage: ", "bold"), " ".join([ctx.command_path, *words, "[OPTIONS]"]))
+    return " ".join([ctx.command_path, *words, "[OPTIONS]"])
+
+
+def _opening(command: Any, ctx: Any) -> Iterator[Any]:
+    yield Text.assemble(("Usage: ", "bold"), _usage(command, ctx))
     for paragraph in (command.help or "").strip().split("\n\n"):
         yield Padding(Text(" ".join(paragraph.split())), (1, 0, 0, 0))
     yield Text()

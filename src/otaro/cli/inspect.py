@@ -39,7 +39,8 @@ def inspect(
     """Show what a nested directory holds: sizes per precision, numbers per kind of module, and what `otaro
     eval` measured.
 
-    Of a model elsewhere the headers alone are read, which have all but the numbers per kind of module.
+    Of a model that is not on this machine the headers alone are read; they have all but the numbers per kind
+    of module.
     """
     from otaro.file.hub import Hub
 

@@ -47,7 +47,7 @@ def pack(
         bool,
         typer.Option(
             "--keep-float32",
-            help="Store large float32 tensors that are not packed as they are, not in 16 bits.",
+            help="Keeps large unpacked float32 tensors in float32. Without it they are stored in 16 bits.",
         ),
     ] = False,
     calibrate: Annotated[
@@ -61,10 +61,10 @@ def pack(
     ] = None,
     samples: Annotated[
         int | None,
-        typer.Option(help="Of --calibrate: windows of 512 tokens to use, 128 by default."),
+        typer.Option(help="With --calibrate: windows of 512 tokens to use, 128 by default."),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="Of --calibrate: where to compute, cpu by default, or cuda.")
+        str | None, typer.Option(help="With --calibrate: where to compute, cpu (the default) or cuda.")
     ] = None,
     revision: console.RevisionOption = None,
     token: console.TokenOption = None,

@@ -30,16 +30,18 @@ from otaro.errors import OtaroError, install
 def serve(
     directory: DirectoryArgument,
     host: Annotated[
-        str, typer.Option(help="Address to listen at; 0.0.0.0: all of this machine.")
+        str, typer.Option(help="Address to listen at; 0.0.0.0 is every address of this machine.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0: any that is free.", min=0, max=65535)] = 8000,
+    port: Annotated[
+        int, typer.Option(help="Port to listen at; 0 takes any that is free.", min=0, max=65535)
+    ] = 8000,
     name: Annotated[
-        str | None, typer.Option(help="Of the model, for clients; by default the directory's.")
+        str | None, typer.Option(help="What clients call the model; by default the name of its directory.")
     ] = None,
     precision: Annotated[
         str | None,
         console.precision_option(
-            "Of requests that name none: the finest there, or this: E5M4, fit:90MB, auto.",
+            "Precision of requests that name none: E5M4, fit:90MB or auto; by default the finest there is.",
             "--precision",
             "-p",
         ),
@@ -47,55 +49,75 @@ def serve(
     api_key: Annotated[
         str | None,
         typer.Option(
-            help="What clients have to send. Others can see it in lists of processes.", envvar="OTARO_API_KEY"
+            help="A key that clients have to send. Others can see it in lists of processes.",
+            envvar="OTARO_API_KEY",
         ),
     ] = None,
-    api_key_file: Annotated[Path | None, typer.Option(help="A file with such a key in every line.")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="A file of such keys, one in each line.")] = None,
     cors: Annotated[
-        list[str] | None, typer.Option(help="A web page's origin that may call, or *; may be repeated.")
+        list[str] | None, typer.Option(help="The origin of a web page that may call, or *; may be repeated.")
     ] = None,
-    max_sequences: Annotated[int, typer.Option(help="Answers written at once.", min=1)] = 16,
+    max_sequences: Annotated[int, typer.Option(help="Answers that are written at once.", min=1)] = 16,
     cache_bytes: Annotated[
         int | None,
         typer.Option(
-            help="Memory of keys and values; by default 2,048 tokens for each of --max-sequences.", min=1
+            help="Bytes of memory for keys and values; by default 2,048 tokens for each of --max-sequences.",
+            min=1,
         ),
     ] = None,
     kv: KvOption = None,
     draft: Annotated[
         str | None,
-        typer.Option(help="Of requests that name none: E5M3, prompt or prompt+E5M3; by default none."),
+        typer.Option(
+            help="Who drafts for requests that name none: E5M3, prompt or prompt+E5M3; by default nobody."
+        ),
     ] = None,
     max_queue: Annotated[
-        int, typer.Option(help="Answers that may wait for a place; more get 429.", min=0)
+        int, typer.Option(help="Answers that may wait for a place; further ones get 429.", min=0)
     ] = 64,
-    max_connections: Annotated[int, typer.Option(help="Requests at one time; more get 429.", min=1)] = 256,
-    max_body_bytes: Annotated[int, typer.Option(help="Of a request; more gets 413.", min=1)] = 1 << 20,
+    max_connections: Annotated[
+        int, typer.Option(help="Requests that may be open at once; further ones get 429.", min=1)
+    ] = 256,
+    max_body_bytes: Annotated[int, typer.Option(help="Bytes of a request; a larger one gets 413.", min=1)] = 1
+    << 20,
     max_prompt_tokens: Annotated[
-        int | None, typer.Option(help="By default what the cache holds.", min=1)
+        int | None, typer.Option(help="Tokens of a prompt; by default what the cache holds.", min=1)
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(help="Of an answer; by default what the cache holds.", min=1)
+        int | None, typer.Option(help="Tokens of an answer; by default what the cache holds.", min=1)
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds for an answer, waiting included.")] = 600.0,
-    read_timeout: Annotated[float, typer.Option(help="Seconds for a request to arrive.")] = 30.0,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds that an answer may take, waiting included.")
+    ] = 600.0,
+    read_timeout: Annotated[float, typer.Option(help="Seconds that a request may take to arrive.")] = 30.0,
     write_timeout: Annotated[
         float, typer.Option(help="Seconds that a client may leave its answer unread.")
     ] = 30.0,
-    shutdown_timeout: Annotated[float, typer.Option(help="Seconds that answers get after SIGTERM.")] = 30.0,
+    shutdown_timeout: Annotated[
+        float, typer.Option(help="Seconds that answers may still take after SIGTERM.")
+    ] = 30.0,
     auto_finest: Annotated[
-        str | None, typer.Option(help="Of precision auto; by default the finest there.")
+        str | None,
+        typer.Option(help="The finest precision that auto chooses; by default the finest there is."),
     ] = None,
-    auto_coarsest: Annotated[str, typer.Option(help="Of precision auto.")] = "E5M3",
-    auto_interval: Annotated[float, typer.Option(help="Seconds between two steps of precision auto.")] = 1.0,
+    auto_coarsest: Annotated[str, typer.Option(help="The coarsest precision that auto chooses.")] = "E5M3",
+    auto_interval: Annotated[
+        float, typer.Option(help="Seconds from one change of precision by auto to the next.")
+    ] = 1.0,
     auto_margin: Annotated[
         float,
-        typer.Option(help="Decisions by a smaller margin are asked again at the finest.", min=0.0, max=1.0),
+        typer.Option(
+            help="Decisions by a smaller margin of probability are made again at the finest precision.",
+            min=0.0,
+            max=1.0,
+        ),
     ] = 0.2,
     release_after: Annotated[
-        float, typer.Option(help="Seconds until unused planes give their memory back.")
+        float, typer.Option(help="Seconds after which planes that nobody used give their memory back.")
     ] = 300.0,
-    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Log what is asked, too.")] = False,
+    log_prompts: Annotated[
+        bool, typer.Option("--log-prompts", help="Write prompts into the log, too.")
+    ] = False,
     device: DeviceOption = "cpu",
     revision: console.RevisionOption = None,
     token: console.TokenOption = None,
@@ -110,30 +132,35 @@ def serve(
     from otaro.serve.service import Service
     from otaro.serve.settings import Settings
 
-    settings = Settings(
-        precision=precision,
-        draft=draft,
-        keys=_keys(api_key, api_key_file),
-        origins=tuple(cors or ()),
-        max_body_bytes=max_body_bytes,
-        max_prompt_tokens=max_prompt_tokens,
-        max_tokens=max_tokens,
-        max_queue=max_queue,
-        max_connections=max_connections,
-        timeout=timeout,
-        read_timeout=read_timeout,
-        write_timeout=write_timeout,
-        shutdown_timeout=shutdown_timeout,
-        log_prompts=log_prompts,
-        auto_finest=auto_finest,
-        auto_coarsest=auto_coarsest,
-        auto_interval=auto_interval,
-        auto_margin=auto_margin,
-        release_after=release_after,
-    )
+    console.check_precisions("--precision", precision, fits=True, others=("auto",))
+    console.check_precisions("--auto-finest", auto_finest)
+    console.check_precisions("--auto-coarsest", auto_coarsest)
+    console.check_precisions("--kv", kv)
+    with console.named_as_options():
+        settings = Settings(
+            precision=precision,
+            draft=draft,
+            keys=_keys(api_key, api_key_file),
+            origins=tuple(cors or ()),
+            max_body_bytes=max_body_bytes,
+            max_prompt_tokens=max_prompt_tokens,
+            max_tokens=max_tokens,
+            max_queue=max_queue,
+            max_connections=max_connections,
+            timeout=timeout,
+            read_timeout=read_timeout,
+            write_timeout=write_timeout,
+            shutdown_timeout=shutdown_timeout,
+            log_prompts=log_prompts,
+            auto_finest=auto_finest,
+            auto_coarsest=auto_coarsest,
+            auto_interval=auto_interval,
+            auto_margin=auto_margin,
+            release_after=release_after,
+        )
     listening = server.listen(host, port)  # before minutes are spent on a model
     console.quiet_transformers()
-    with console.err.status("opening ..."):
+    with console.named_as_options(), console.err.status("opening ..."):
         model = otaro.load(directory, device=device, revision=revision, token=token, cache_dir=cache_dir)
         engine = otaro.Engine(model, max_sequences=max_sequences, cache_bytes=cache_bytes, kv=kv)
     called = name or (Path(directory).resolve().name if Path(directory).is_dir() else directory)

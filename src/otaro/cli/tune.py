@@ -88,7 +88,9 @@ def tune(
             f"{'MODEL' if model is None else '--data'} is missing; only --resume needs no more than --out"
         )
     if "precisions" in given:
-        options = config.with_precisions(options, given.pop("precisions").split(","))
+        names = given.pop("precisions")
+        console.check_precisions("--precisions", names, *names.split(","))
+        options = config.with_precisions(options, names.split(","))
     result = TuningRun(
         model,
         data,

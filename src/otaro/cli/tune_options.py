@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
-from otaro.cli.console import complete_precisions
+from otaro.cli.console import check_precisions, complete_precisions
 from otaro.cli.help import page
 from otaro.sefp.precision import Precision
 from otaro.tune.config import Around, ConfigError, Options, Training, recipe
@@ -72,8 +72,8 @@ def _parameter(field: Field[Any], hint: Any) -> inspect.Parameter:
     option = typer.Option(
         _flag(field),
         help=field.metadata["help"],
-        # the recipe's is not one that can be named
-        show_default=(field.name != "method" and _shown(default)) or False,
+        # the recipe's method is not one that can be named; the weights' help tells both of theirs
+        show_default=(field.name not in ("method", "weights") and _shown(default)) or False,
         autocompletion=complete_precisions if of_precisions else None,
         metavar=("PRECISION,..." if of_precisions else "X,...") if several else None,
     )
@@ -98,6 +98,7 @@ def _read(hint: Any, name: str, value: Any) -> Any:
         return value
     parts = value.split(",")
     if get_args(hint)[0] is Precision:
+        check_precisions(f"--{name.replace('_', '-')}", value, *parts)
         return tuple(map(Precision, parts))
     try:
         return tuple(map(float, parts))

@@ -19,13 +19,13 @@ def web(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
     name: Annotated[
         str | None,
-        typer.Option(help="What the page calls the model; by default as DIR is called.", show_default=False),
+        typer.Option(help="What the page calls the model; by default the name of DIR.", show_default=False),
     ] = None,
     files: Annotated[
         str | None,
         typer.Option(
             metavar="URL",
-            help="Where DIR's shards lie on the web already: the page fetches them there, and OUT has none.",
+            help="Address at which DIR's shards lie already: the page fetches them there, and OUT has none.",
             show_default=False,
         ),
     ] = None,

@@ -48,6 +48,7 @@ PAPER_TASKS = {  # and the folders of the harness that describe them
     "winogrande": "winogrande",
 }
 _METRICS = ("acc_norm", "acc")  # the first of them that a task has
+CLOSE = 0.8  # of all letters: short names of fourteen thousand tasks are near to any word
 _FILES = (".jsonl.gz", ".jsonl", ".json")
 _SEED = 1234  # the harness's own
 
@@ -169,9 +170,9 @@ def _expanded(manager: Any, names: Sequence[str]) -> list[str]:
     found: list[str] = []
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, [*known, ZEROSHOT8], n=3)
-            meant = f"; did you mean {' or '.join(near)}?" if near else ""
-            raise TaskError(f"lm-evaluation-harness has no task {name!r}{meant}")
+            near = difflib.get_close_matches(name, [*known, ZEROSHOT8], n=3, cutoff=CLOSE)
+            way = f"did you mean {' or '.join(near)}?" if near else "`lm_eval ls tasks` lists those it has"
+            raise TaskError(f"lm-evaluation-harness has no task {name!r}; {way}")
         found += sorted(manager.task_index[name].tags) if name in manager.all_tags else [name]
     return list(dict.fromkeys(found))
 

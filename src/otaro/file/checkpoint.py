@@ -27,7 +27,7 @@ from otaro.errors import CheckpointError, WeightError
 from otaro.errors import brief as brief
 from otaro.file.gguf import Gguf, GgufTensors
 from otaro.file.gguf_config import read_config
-from otaro.file.header import BASE, DTYPES, shard_name
+from otaro.file.header import BASE, DTYPES, refuse_file, shard_name
 from otaro.file.hub import Hub
 from otaro.file.replace import FITS_FILE, QUALITY_FILE
 from otaro.file.run import refuse_run
@@ -75,6 +75,7 @@ def resolve_model(
 
 def resolve_nested(model: str | os.PathLike[str], precision: Precision | None = None, hub: Hub = HUB) -> Path:
     """`resolve_model` for nested models, with the shards that `precision` needs; without, all there are."""
+    refuse_file(Path(model))
     path = resolve_model(model, ["config.json", shard_name(BASE), QUALITY_FILE, FITS_FILE, *SIDECARS], hub)
     base = path / shard_name(BASE)
     if base.is_file() and not Path(model).is_dir():

@@ -60,6 +60,18 @@ def shard_name(plane: int) -> str:
     return f"model-m{plane}.safetensors"
 
 
+def refuse_file(path: Path) -> None:
+    """Where a nested directory is wanted: a file is none, though it may lie in one."""
+    if path.is_file():
+        there = (path.parent / shard_name(BASE)).is_file()
+        way = (
+            f"the nested directory it lies in, {path.parent}"
+            if there
+            else "a nested directory, as `otaro pack` writes it"
+        )
+        raise FormatError(f"{path} is a file; give {way}")
+
+
 @dataclass(frozen=True)
 class Entry:
     """One tensor of a shard; `start` and `end` count from the beginning of the data."""
@@ -298,6 +310,8 @@ def _parse_object(text: str | bytes, what: str) -> dict[str, Any]:
 
     try:
         value = json.loads(text, object_pairs_hook=no_duplicates)
+    except UnicodeDecodeError:
+        raise FormatError(f"{what} is not text; the file is damaged; {AGAIN}") from None
     except (ValueError, TypeError, RecursionError) as error:
         raise FormatError(f"{what} is not valid JSON ({error}); the file is damaged; {AGAIN}") from None
     if not isinstance(value, dict):

@@ -51,10 +51,7 @@ class Hub:
         except HFValidationError:
             raise CheckpointError(f"{model} is neither a directory nor a Hub id (owner/name)") from None
         except Exception as error:  # whatever the network and the Hub come up with
-            at = f" at revision {self.revision}" if self.revision else ""
-            raise CheckpointError(
-                f"{model} is not a directory, and fetching it{at} from the Hub failed: {brief(error)}"
-            ) from error
+            raise CheckpointError(_why_not(model, self.revision, error)) from error
 
     def files(self, model: str) -> tuple[str, list[str]]:
         """The commit that the revision stands for now, and the names of its files."""
@@ -68,10 +65,7 @@ class Hub:
                 f"{model} is neither a directory, a URL nor a Hub id (owner/name)"
             ) from None
         except Exception as error:  # whatever the network and the Hub come up with
-            at = f" at revision {self.revision}" if self.revision else ""
-            raise CheckpointError(
-                f"{model} is not a directory, and asking the Hub for it{at} failed: {brief(error)}"
-            ) from error
+            raise CheckpointError(_why_not(model, self.revision, error)) from error
         if info.sha is None:
             raise CheckpointError(
                 f"the Hub does not say which commit {model} is at; ask for one by its revision"
@@ -127,6 +121,43 @@ class Hub:
                     f"{precision} needs {path}, which {model} at {commit[:12]} lacks; ask for {complete} or "
                     "a lower one"
                 )
+
+
+def _why_not(model: str, revision: str | None, error: Exception) -> str:
+    """Why a model that is not here is not to be had from the Hub either, and what to do about it."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    cause: BaseException = error
+    if isinstance(error, LocalEntryNotFoundError):  # "nor in the cache", whatever it was
+        cause = error.__cause__ or error
+    said = f"({brief(cause)})"
+    if isinstance(cause, GatedRepoError):
+        why = f"the Hub gives {model} to who accepted its terms; do so on its page, and give a token {said}"
+    elif isinstance(cause, RepositoryNotFoundError):
+        why = f"the Hub has no {model} for you: check the name; a private model needs a token {said}"
+    elif isinstance(cause, RevisionNotFoundError):
+        why = f"{model} on the Hub has no revision {revision}; name a branch, a tag or a commit of it {said}"
+    elif isinstance(cause, OfflineModeIsEnabled):
+        why = "the Hub's cache has not all of it; unset HF_HUB_OFFLINE to fetch it, or give a directory"
+    elif cause is error and isinstance(error, LocalEntryNotFoundError):
+        why = "the Hub's cache has not all of it, and nothing else was to be asked; give a directory"
+    elif isinstance(cause, HfHubHTTPError):
+        why = f"the Hub answered with an error; try again later, or give a directory {said}"
+    else:
+        why = (
+            "the Hub could not be reached (no network?); give a directory, or set HF_ENDPOINT to a mirror "
+            f"that can be reached {said}"
+        )
+    if "/" in model:
+        return f"there is no directory {model} here, and {why}"
+    return f"there is no directory {model} here. If a model of this name on the Hub is meant: {why}"
 
 
 def _place_in_cache(model: str, base: Path) -> tuple[Path, str, str]:

@@ -34,6 +34,7 @@ from otaro.file.header import (
     model_identity,
     packed_identity,
     read_header,
+    refuse_file,
     render_header,
     seal_header,
     shard_name,
@@ -98,6 +99,7 @@ class NestedDirectory:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        refuse_file(self.path)
         if not self.path.is_dir():
             raise FormatError(f"{self.path} is not a directory; give one that `otaro pack` wrote")
         base = self.path / shard_name(BASE)
@@ -112,7 +114,9 @@ class NestedDirectory:
                 )
                 raise FormatError(f"{self.path} is not a nested model (no {base.name}); {way}")
             raise ShardMissingError(
-                f"{self.path} has {', '.join(found)} but not {base.name}, which every precision needs"
+                f"{self.path} has {', '.join(found)} but not {base.name}, which every precision needs; "
+                "copy it from where these came from, or make the model anew with `otaro fetch SOURCE OUT` or "
+                "`otaro pack MODEL OUT`"
             )
         self._shards = {BASE: Shard.open(base, BASE)}
         self.lock = RLock()

@@ -29,6 +29,7 @@ from urllib.parse import quote, urlsplit
 from otaro.errors import CheckpointError, FetchError, brief
 from otaro.file.checkpoint import BUILTIN, HUB, SIDECARS
 from otaro.file.coding import CODING_FILE
+from otaro.file.header import refuse_file
 from otaro.file.hub import Hub
 from otaro.file.replace import DECODER_FILE, FITS_FILE, QUALITY_FILE
 
@@ -134,6 +135,7 @@ class Directory:
 
     def __post_init__(self) -> None:
         """Refuse what is none."""
+        refuse_file(self.path)
         if not self.path.is_dir():
             raise FetchError(f"{self.path} is not a directory; give one that `otaro pack` wrote")
 

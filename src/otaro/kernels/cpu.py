@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from otaro.errors import pip_install
 from otaro.kernels.packed import Packed
 
 try:
@@ -18,7 +19,7 @@ except ImportError as error:
     _cpu = None  # type: ignore[assignment]
     _COMPILER = next(filter(None, map(which, ("c++", "g++", "clang++"))), None)
     MISSING = f"the C++ extension is not there ({error}); " + (
-        "install otaro again with `pip install --verbose` to see why it was not built"
+        f"install otaro again with `{pip_install('--verbose')}` to see why it was not built"
         if _COMPILER
         else "building it needs a C++ compiler, and none of c++, g++, clang++ is on this machine: install "
         "one, then otaro again"

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from otaro.errors import KernelError
+from otaro.errors import KernelError, pip_install
 from otaro.kernels.cuda_structs import HEADERS, SOURCES, assertions, filled, parameters
 
 OLDEST = (8, 0)
@@ -58,8 +58,8 @@ def missing(device: int) -> str:
         _nvrtc(), _driver()
     except OSError as error:
         return (
-            f"CUDA's compiler library could not be loaded ({error}); `pip install nvidia-cuda-nvrtc` "
-            "brings it"
+            f"CUDA's compiler library could not be loaded ({error}); "
+            f"`{pip_install('nvidia-cuda-nvrtc')}` brings it"
         )
     if 10 * capability[0] + capability[1] not in _architectures():
         return (

@@ -77,5 +77,6 @@ class Settings:
             Precision(self.precision or "")
         if self.auto_finest and Precision(self.auto_finest) < Precision(self.auto_coarsest):
             raise OtaroError(
-                f"auto_finest={self.auto_finest} is coarser than auto_coarsest={self.auto_coarsest}"
+                f"auto_finest={self.auto_finest}: is coarser than {self.auto_coarsest}, the coarsest that "
+                "auto may choose"
             )

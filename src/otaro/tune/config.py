@@ -34,7 +34,7 @@ class ConfigError(OtaroError, ValueError):
 
 # Panels of `otaro tune --help`.
 METHOD, SEARCH, TRAINING, MEMORY = "Method", "Path search (of otaro and bps)", "Training", "Memory and speed"
-DATA, OUTPUT = "Data", "Output"
+DATA = "Data"
 
 
 def flag(default: _T, panel: str, help_text: str, name: str = "") -> _T:
@@ -53,19 +53,23 @@ class Options:
         "paper's Algorithm 1), "
         "bps, fixed:E5M4, fp. It comes plain: what --recipe best adds is off, unless a flag asks for it.",
     )
-    precisions: tuple[Precision, ...] = flag(PRECISIONS, METHOD, "Those to tune for.")
+    precisions: tuple[Precision, ...] = flag(PRECISIONS, METHOD, "The precisions to tune for.")
     weights: tuple[float, ...] | None = flag(
-        None, METHOD, "How often `uniform` draws each precision, finest first."
+        None,
+        METHOD,
+        "How often each precision is drawn, finest first. By default 0,0,0,1,1.25,2.6 in --recipe best, and "
+        "1,1,1,1,1,1 with --method uniform.",
     )
     full: float | None = flag(
         0.0,
         METHOD,
-        "Share of the loss that a pass in full precision takes in every step. By default of --recipe best "
-        "two thirds, "
-        "or a third where the run sees its data more than three times.",
+        "Share of the loss that a pass in full precision takes in every step. In --recipe best two thirds "
+        "by default, or a third where the run sees its data more than three times.",
     )
     distill: float = flag(
-        0.0, METHOD, "Share of the loss at a precision that pulls toward the same weights unquantized."
+        0.0,
+        METHOD,
+        "Share of the loss at a precision that pulls toward what the same weights say unquantized.",
     )
     # The finer ones are too close to their teacher to learn from it.
     distill_at: tuple[Precision, ...] = flag(
@@ -89,8 +93,8 @@ class Options:
     l2_sp: float = flag(
         0.0,
         METHOD,
-        "L2-SP: after each step weights go back toward their start, by lr times this of the way. Keeps a "
-        "copy of all weights.",
+        "After each step, pull the weights back toward their starting values by this fraction times the "
+        "learning rate (L2-SP). Keeps a copy of all weights.",
     )
     reconstruction: Reconstruction = flag(
         "midpoint",
@@ -98,12 +102,12 @@ class Options:
         "What a code stands for: the middle of its interval, or its end toward zero as in the paper.",
     )
     group_size: int = flag(GROUP_SIZE, METHOD, "Weights that share a scale, a multiple of 32.")
-    exploration: float = flag(5.0, SEARCH, "Exploration of the path search.", "--lambda")
+    exploration: float = flag(5.0, SEARCH, "How much the path search explores.", "--lambda")
     delay: int = flag(10, SEARCH, "Ultra-low batches to one update: the paper's N.")
     ultra_low: tuple[Precision, ...] = flag(
         (Precision("E5M4"), Precision("E5M3")), SEARCH, "Precisions whose updates are delayed."
     )
-    accumulate: Reduction = flag("sum", SEARCH, "Apply this of delayed gradients.")
+    accumulate: Reduction = flag("sum", SEARCH, "What of the delayed gradients is applied.")
     accumulator: Place = flag("device", SEARCH, "Where delayed gradients are kept.")
     leftover: Leftover = flag(
         "apply",
@@ -229,16 +233,20 @@ class Training:
     lr: float = flag(5e-5, TRAINING, "Peak learning rate.")
     batch_size: int = flag(8, TRAINING, "Sequences in a batch, of each process.")
     grad_accum: int = flag(1, TRAINING, "Batches to one optimizer step.")
-    sequence_length: int = flag(512, TRAINING, "Tokens in a sequence; fewer if the model's positions are.")
+    sequence_length: int = flag(
+        512, TRAINING, "Tokens in a sequence; fewer if the model has fewer positions."
+    )
     optimizer: Optimizer = flag(
         "adamw", TRAINING, "adamw8bit: AdamW with 2 bytes of state a weight instead of 8, by bitsandbytes."
     )
-    schedule: Schedule = flag("cosine", TRAINING, "Of the learning rate.")
+    schedule: Schedule = flag("cosine", TRAINING, "Course of the learning rate.")
     clip: float = flag(1.0, TRAINING, "Largest gradient norm; 0 for none.")
-    seed: int = flag(0, TRAINING, "Of data order and draws.")
+    seed: int = flag(0, TRAINING, "Seed of the order of data, and of what is drawn.")
     lora: int | None = flag(None, MEMORY, "Tune adapters of this rank instead of all weights.")
     bf16: bool = flag(False, MEMORY, "Compute in bfloat16.", "--bf16/--no-bf16")
-    gradient_checkpointing: bool = flag(False, MEMORY, "Trade time for memory.")
+    gradient_checkpointing: bool = flag(
+        False, MEMORY, "Compute activations again for the backward pass: less memory, more time."
+    )
     compile: bool = flag(False, MEMORY, "Compile the steps: faster on a GPU, after a minute.")
     fsdp: bool = flag(
         False, MEMORY, "Share weights and optimizer out over the processes that torchrun started (FSDP2)."
@@ -301,7 +309,7 @@ class Around:
     hold_out: float = flag(0.05, DATA, "Share of the data to measure perplexity on and not to train on.")
     eval_data: str | None = flag(None, DATA, "Data to measure perplexity on, instead of held-out data.")
     eval_tokens: int = flag(16_384, DATA, "Tokens to measure perplexity on.")
-    save_every: int = flag(100, OUTPUT, "Optimizer steps between checkpoints.")
+    save_every: int = flag(100, TRAINING, "Optimizer steps between checkpoints.")
 
     def __post_init__(self) -> None:
         """Refuse what makes no sense."""
