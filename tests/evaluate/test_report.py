@@ -20,12 +20,11 @@ import pytest
 
 import otaro
 from otaro.builtin import MODEL_DIR
-from otaro.cli import demo_story
 from otaro.errors import OtaroError
 from otaro.evaluate.charts import shown
 from otaro.evaluate.comparable import held_out, measured
 from otaro.evaluate.page import _library
-from otaro.evaluate.report import FEW_BYTES, write_report
+from otaro.evaluate.report import write_report
 from otaro.evaluate.run_folder import BEFORE, NAMES, read_runs
 from otaro.file.io import NestedDirectory
 from otaro.file.summary import summarize
@@ -462,7 +461,16 @@ def test_speed_that_hardly_follows_the_bits_is_told_as_the_demo_tells_it(tmp_pat
     run = make_run(tmp_path / "run", TUNED)
     (run / "bench.json").write_text(json.dumps({**timed(), "precisions": rows}))
     assert page_of(run).count("speed hardly follows the bits here") == said
-    assert demo_story.FEW_BYTES == FEW_BYTES
+
+
+def test_a_share_of_the_bandwidth_that_is_no_number_is_refused(tmp_path):
+    run = make_run(tmp_path / "run", TUNED)
+    rows = [{**row, "bandwidth_share": "much"} for row in timed()["precisions"]]
+    (run / "bench.json").write_text(json.dumps({**timed(), "precisions": rows}))
+    with pytest.raises(
+        OtaroError, match=r"precisions\.0\.bandwidth_share: it should be a number, not 'much'"
+    ):
+        read_runs([run])
 
 
 def test_means_are_of_several_steps_and_losses_of_runs_on_one_scale(tmp_path):

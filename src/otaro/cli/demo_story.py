@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from otaro.file.summary import Summary
 
 EVERY = 8  # tokens between two changes of precision
-FEW_BYTES = 0.3  # of the memory's bandwidth: below, something else bounds the speed
 PATH = ("E5M8", "E5M3", "E5M5", "E5M8")
 
 
@@ -113,6 +112,8 @@ def show(
     summary: Summary, parts: Sequence[tuple[str, str]], prompt: str, upgraded: Upgrade, bench: Bench
 ) -> None:
     """All of it, in words."""
+    from otaro.evaluate.run_folder import hardly_follows_bits
+
     _say(f"\n[bold]One text, while the precision changes every {EVERY} tokens[/]")
     _say("  below the prompt, what each precision wrote; the cache stays, no weight moves")
     _say(f"  [dim]prompt[/]  [italic]{console.escape(prompt)}[/]")
@@ -138,7 +139,7 @@ def show(
     console.out.print(table)
     place = "" if bench.device == "cuda" else f", {bench.threads} threads"
     _say(f"  [dim]{console.escape(bench.machine)}{place}, kernels {bench.kernels}[/]")
-    if max(row.bandwidth_share for row in bench.precisions) < FEW_BYTES:
+    if hardly_follows_bits(row.bandwidth_share for row in bench.precisions):
         _say("  [dim]this model is so small that other work than reading weights takes the time:[/]")
         _say("  [dim]speed hardly follows the bits here; with SmolLM2-135M on a CPU it does[/]")
 

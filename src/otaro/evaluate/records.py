@@ -128,6 +128,7 @@ class _Timed(TypedDict):
     decode: Above
     weight_bytes: Above
     bandwidth_share: NotRequired[Above]
+    bandwidth_share: NotRequired[Above]
 
 
 class BenchSettings(TypedDict):

@@ -27,6 +27,7 @@ from otaro.evaluate.run_folder import (
     NAMES,
     Run,
     Step,
+    hardly_follows_bits,
     has_full_pass,
     how_tuned,
     is_finite,
@@ -37,7 +38,6 @@ from otaro.file.replace import check_report
 from otaro.readable import size
 from otaro.sefp.precision import Precision
 
-FEW_BYTES = 0.3  # of the memory's bandwidth: below, something else bounds the speed
 SMALL = "So small a model is bound by other work than reading weights: speed hardly follows the bits here."
 _WORDS = ("no", "one", "two", "three", "four", "five", "six")
 
@@ -197,8 +197,7 @@ class _Report:
             chart = charts.by_precision(points, self.names, "tokens per second", from_zero=True)
             commands = [_bench_command(run) for run in runs]
             note = f"One sequence, {how}; the median of rounds in turns. Higher is better. "
-            shares = [row.get("bandwidth_share", 1.0) for *_, row in timed]
-            told = SMALL if max(shares, default=1.0) < FEW_BYTES else ""
+            told = SMALL if hardly_follows_bits(row.get("bandwidth_share", 1.0) for *_, row in timed) else ""
             parts.append(self.page.figure(f"Decode speed on {place}", note + told, commands, chart))
             headings = ["precision", "run", "decode, tokens/s", "prefill, tokens/s", "read per token"]
             rows = [

@@ -189,6 +189,11 @@ def has_full_pass(tuning: dict[str, Any]) -> bool:
     return share is None or (records.is_exact(share) and share > 0)  # None: by how often the data are seen
 
 
+def hardly_follows_bits(shares: Iterable[float]) -> bool:
+    """Whether other work than reading weights bounds the speed, by shares of the memory's bandwidth."""
+    return max(shares, default=1.0) < 0.3
+
+
 def _coding_of(models: Sequence[Path], quality: Sequence[Entry]) -> Coding | None:
     """How a model that is not nested is quantized, if anything tells."""
     checkpoint = next((model for model in models if (model / "config.json").is_file()), None)
