@@ -128,7 +128,6 @@ class _Timed(TypedDict):
     decode: Above
     weight_bytes: Above
     bandwidth_share: NotRequired[Above]
-    bandwidth_share: NotRequired[Above]
 
 
 class BenchSettings(TypedDict):
