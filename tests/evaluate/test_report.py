@@ -455,9 +455,9 @@ def test_speed_is_what_bench_timed_and_nothing_else(tmp_path, builtin_nested):
     assert f"otaro bench {runs[0] / 'nested'} {settings} --json" in page
 
 
-@pytest.mark.parametrize(("share", "said"), [(0.29, 2), (0.31, 0)])
-def test_speed_that_hardly_follows_the_bits_is_told_as_the_demo_tells_it(tmp_path, share, said):
-    rows = [{**row, "bandwidth_share": share} for row in timed()["precisions"]]
+@pytest.mark.parametrize(("share", "size", "said"), [(0.29, 8e7, 2), (0.31, 8e7, 0), (0.31, 4e6, 2)])
+def test_speed_that_hardly_follows_the_bits_is_told(tmp_path, share, size, said):
+    rows = [{**row, "bandwidth_share": share, "weight_bytes": size} for row in timed()["precisions"]]
     run = make_run(tmp_path / "run", TUNED)
     (run / "bench.json").write_text(json.dumps({**timed(), "precisions": rows}))
     assert page_of(run).count("speed hardly follows the bits here") == said

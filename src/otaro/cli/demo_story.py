@@ -139,7 +139,8 @@ def show(
     console.out.print(table)
     place = "" if bench.device == "cuda" else f", {bench.threads} threads"
     _say(f"  [dim]{console.escape(bench.machine)}{place}, kernels {bench.kernels}[/]")
-    if hardly_follows_bits(row.bandwidth_share for row in bench.precisions):
+    rows = bench.precisions
+    if hardly_follows_bits((row.weight_bytes for row in rows), (row.bandwidth_share for row in rows)):
         _say("  [dim]this model is so small that other work than reading weights takes the time:[/]")
         _say("  [dim]speed hardly follows the bits here; with SmolLM2-135M on a CPU it does[/]")
 

@@ -197,7 +197,8 @@ class _Report:
             chart = charts.by_precision(points, self.names, "tokens per second", from_zero=True)
             commands = [_bench_command(run) for run in runs]
             note = f"One sequence, {how}; the median of rounds in turns. Higher is better. "
-            told = SMALL if hardly_follows_bits(row.get("bandwidth_share", 1.0) for *_, row in timed) else ""
+            shares = [row.get("bandwidth_share", 1.0) for *_, row in timed]
+            told = SMALL if hardly_follows_bits((row["weight_bytes"] for *_, row in timed), shares) else ""
             parts.append(self.page.figure(f"Decode speed on {place}", note + told, commands, chart))
             headings = ["precision", "run", "decode, tokens/s", "prefill, tokens/s", "read per token"]
             rows = [

@@ -44,6 +44,7 @@ FULL_PASS = (
 )
 BENCH_SETTINGS = tuple(records.BenchSettings.__annotations__)
 _FLAGS = {"exploration": "lambda"}  # where an option's flag is not its name
+_CACHED = 8e6  # bytes of weights that stay in a cache of most processors
 
 
 @dataclass(frozen=True)
@@ -189,9 +190,11 @@ def has_full_pass(tuning: dict[str, Any]) -> bool:
     return share is None or (records.is_exact(share) and share > 0)  # None: by how often the data are seen
 
 
-def hardly_follows_bits(shares: Iterable[float]) -> bool:
-    """Whether other work than reading weights bounds the speed, by shares of the memory's bandwidth."""
-    return max(shares, default=1.0) < 0.3
+def hardly_follows_bits(weight_bytes: Iterable[float], shares: Iterable[float]) -> bool:
+    """Whether other work than reading weights bounds the speed: these fit into a cache, or little of the
+    memory's bandwidth is used.
+    """
+    return max(weight_bytes, default=math.inf) < _CACHED or max(shares, default=1.0) < 0.3
 
 
 def _coding_of(models: Sequence[Path], quality: Sequence[Entry]) -> Coding | None:
