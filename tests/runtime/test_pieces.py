@@ -59,26 +59,7 @@ def test_a_word_keeps_the_space_before_it(byte_fallback):
     pieces = told(
         Pieces(byte_fallback, [a, word]), [word, s, byte_fallback.eos_token_id, word, *letters, *letters, a]
     )
-    assert pieces == [
-        " word",
-        "s",
-        "",
-        " word",
-        "",
-        "ö",
-        "",
-        "",
-        "",
-        "🙂",
-        "",
-        "ö",
-        "",
-        "",
-        "",
-        "🙂",
-        " a",
-        "",
-    ]
+    assert pieces == [" word", "s", "", " word", *["", "ö", "", "", "", "🙂"] * 2, " a", ""]
 
 
 @pytest.mark.parametrize("seed", range(20))
