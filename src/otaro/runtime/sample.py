@@ -294,6 +294,12 @@ def argmax(logits: torch.Tensor) -> list[int]:
     return found
 
 
+def largest_chance(logits: torch.Tensor, largest: int) -> float:
+    """The probability of the likeliest token, given logits [vocabulary] and where they are largest."""
+    values = logits.float().cpu().numpy()
+    return 1 / float(np.exp(values - values[largest]).sum())
+
+
 def _likeliest(values: Array, count: int) -> Array:
     """Indices of the largest in order, so many of them or a few more."""
     # Of the largest of each part, so many are as large as the least of them: what is smaller need not be

@@ -696,17 +696,25 @@ auto tile_for(const Packed& weight) {
                                   : tile<false, false, Sums>;
 }
 
+// `whole_rows` of so few tokens at E5M4, E5M5, ...; null where it is no cheaper than to transpose.
+auto few_whole_rows(int bits, int64_t tokens) {
+  using WholeRows = decltype(&whole_rows<8, false, 2>);
+  static constexpr WholeRows kTwo[] = {whole_rows<4, false, 2>, whole_rows<5, false, 2>,
+                                       whole_rows<6, false, 2>, whole_rows<7, false, 2>,
+                                       whole_rows<8, false, 2>};
+  static constexpr WholeRows kMore[] = {whole_rows<8, false, 3>, whole_rows<8, false, 4>,
+                                        whole_rows<8, false, 5>};
+  if (tokens == 2 && bits > kCoarsest) return kTwo[bits - kCoarsest - 1];
+  return bits == kFinest && tokens >= 3 && tokens <= 5 ? kMore[tokens - 3] : WholeRows{};
+}
+
 void many(const Packed& weight, const Activations& x, const Span* spans, int count, int64_t begin,
           int64_t end, float* out, int64_t stride) {
   if (x.tokens == 1)
     return kAvx512.linear[weight.bits - kCoarsest][weight.truncate](weight, x, begin, end, out, stride);
-  if (x.tokens == 2 && count == 1 && weight.bits > kCoarsest && !weight.truncate &&
-      weight.units_per_group() == 1 && weight.blocks() % 2 == 0) {
-    constexpr decltype(&whole_rows<4, false, 2>) kTwo[] = {whole_rows<4, false, 2>, whole_rows<5, false, 2>,
-                                                           whole_rows<6, false, 2>, whole_rows<7, false, 2>,
-                                                           whole_rows<8, false, 2>};
-    begin = kTwo[weight.bits - kCoarsest - 1](weight, x, begin, end, out, stride);
-  }
+  if (count == 1 && !weight.truncate && weight.units_per_group() == 1 && weight.blocks() % 2 == 0)
+    if (const auto whole = few_whole_rows(weight.bits, x.tokens))
+      begin = whole(weight, x, begin, end, out, stride);
   const auto tile = x.tokens <= kFewTokens ? tile_for<FewSums>(weight) : tile_for<ManySums>(weight);
   Tokens of_spans[kManyTokens];
   __m512i planes[kPlanes][4] = {};

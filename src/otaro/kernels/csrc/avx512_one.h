@@ -1,4 +1,4 @@
-// One token on AVX-512, or two of one precision. Rows follow each other in memory, and so do their
+// One token on AVX-512, or a few of one precision. Rows follow each other in memory, and so do their
 // units: they are read sixteen at a time, past the ends of rows, until a whole number of rows is done.
 // Activations begin anew with each row, so that they are there as often as it takes to read sixteen units of
 // them from wherever a row may begin.
@@ -19,8 +19,9 @@
 // A code is a byte, u * 2^(7 - M), so that nothing else depends on how many planes there are. The fifth plane
 // of E5M8 is multiplied by itself.
 //
-// Of two tokens each takes its products from the codes of eight units while they are in registers. For more
-// it is cheaper to transpose rows (avx512.cpp), which leaves no sums across.
+// Of a few tokens each takes its products from the codes of eight units while they are in registers; codes of
+// nine bits become words first, which halves the products. For more it is cheaper to transpose rows
+// (avx512.cpp), which leaves no sums across.
 #pragma once
 
 #include "x86.h"
@@ -108,13 +109,15 @@ struct Cycle {
   int64_t units, tokens;
   int64_t rows;   // the fewest that end where sixteen units do
   int64_t pairs;  // at least eight, after which activations are those of a row's beginning again
-  // Of so many pairs and of seven that are read beyond; all tokens of a pair, then those of the next one.
+  // Of so many pairs and of seven that are read beyond; all tokens of a pair, then those of the next one. Or
+  // words, of even bytes and odd ones of first blocks, then of second ones.
   alignas(64) int8_t digits[kMostPairs * kPairDigits];
   // Of a token's units, then of the next token's.
   int32_t offsets[2 * kMostPairs];
   float scales[2 * kMostPairs];  // times what makes steps of scale bytes' halves
 
-  OTARO_ONCE Cycle(const Packed& weight, const Activations& x) : units(x.units), tokens(x.tokens) {
+  OTARO_ONCE Cycle(const Packed& weight, const Activations& x, bool words)
+    : units(x.units), tokens(x.tokens) {
     const int64_t divisor = units & -units;  // the largest power of two that divides them
     rows = divisor < 16 ? 16 / divisor : 1;
     pairs = units % 2 ? units : units / 2;
@@ -128,12 +131,25 @@ struct Cycle {
           return x.digits + ((2 * pair + i) % units * x.stride + t) * 4 * kBlock;
         };
         const int8_t *first = unit(0), *second = unit(1);
-        for (int half = 0; half < 2; ++half)  // high, low
-          for (int block = 0; block < 2; ++block)
+        for (int block = 0; block < 2; ++block) {
+          const auto bytes = [&](int half) __attribute__((always_inline)) {
+            return _mm512_permutex2var_epi8(_mm512_loadu_si512(first + half * 2 * kBlock),
+                                            in_order(orders[block]),
+                                            _mm512_loadu_si512(second + half * 2 * kBlock));
+          };
+          const __m512i high = bytes(0), low = bytes(1);
+          if (words) {
+            const __m512i upper = _mm512_set1_epi16(static_cast<short>(0xff00));
             _mm512_store_si512(
-              out + (2 * half + block) * 2 * kBlock,
-              _mm512_permutex2var_epi8(_mm512_loadu_si512(first + half * 2 * kBlock), in_order(orders[block]),
-                                       _mm512_loadu_si512(second + half * 2 * kBlock)));
+              out + 4 * block * kBlock,
+              _mm512_add_epi16(_mm512_slli_epi16(high, 8), _mm512_srai_epi16(_mm512_slli_epi16(low, 8), 8)));
+            _mm512_store_si512(out + (4 * block + 2) * kBlock,
+                               _mm512_add_epi16(_mm512_and_si512(high, upper), _mm512_srai_epi16(low, 8)));
+          } else {
+            _mm512_store_si512(out + 2 * block * kBlock, high);
+            _mm512_store_si512(out + (2 * block + 4) * kBlock, low);
+          }
+        }
       }
     const Meaning means = meaning(weight.bits, weight.truncate);
     const float factor = power_of_two(weight.scale_exponent + 8 - means.shift);
@@ -153,6 +169,9 @@ struct One {
   static constexpr int kPlanesUsed = M - kCoarsest, kInBytes = kPlanesUsed < 4 ? kPlanesUsed : 4;
   static constexpr int kUnitBase = 2 * kBaseBytes, kUnitPlane = 2 * kPlaneBytes;
   static constexpr Meaning kMeans = meaning(M, Truncate);
+
+  // Whether so many tokens are worth making words.
+  static constexpr bool words(int tokens) { return M == kFinest && tokens > 1; }
 
   // Rows of planes that are in use.
   static constexpr uint64_t kRows = (1 << kInBytes) - 1, kUsed = (kRows | kRows << 4) * 0x0101010101010101;
@@ -234,6 +253,24 @@ struct One {
     return add(_mm512_slli_epi32(sums, 1), of.fifth, 1);
   }
 
+  // Codes of nine bits as words: those of even bytes and of odd ones, of first blocks, then of second ones.
+  static OTARO_INLINE void widen(const Codes& of, __m512i (&words)[4]) {
+    const auto nine = [](__m512i upper, __m512i last) __attribute__((always_inline)) {
+      return _mm512_ternarylogic_epi32(last, upper, _mm512_set1_epi16(0x01fe), 0xd8);
+    };
+    for (int block = 0; block < 2; ++block) {
+      const __m512i codes = of.codes[block], last = of.fifth[block];
+      words[2 * block] = nine(_mm512_add_epi16(codes, codes), last);
+      words[2 * block + 1] = nine(_mm512_srli_epi16(codes, 7), _mm512_srli_epi16(last, 8));
+    }
+  }
+  static OTARO_INLINE __m512i word_products(const __m512i (&words)[4], const int8_t* at) {
+    __m512i sums = _mm512_setzero_si512();
+    for (int i = 0; i < 4; ++i)
+      sums = _mm512_dpwssd_epi32(sums, words[i], _mm512_load_si512(at + 2 * i * kBlock));
+    return sums;
+  }
+
   // Adds up within parts of four: part i has those of p[0], p[1], p[2], p[3].
   static OTARO_INLINE __m512i quads(const __m512i* p) {
     const auto pairs = [](__m512i a, __m512i b) __attribute__((always_inline)) {
@@ -250,16 +287,18 @@ struct One {
   // twenty misses, and one that waits for memory holds its place so long that a core would read no more than
   // 15 to 18 GB/s. Of E5M3, which has a single plane to read, the first is told again when it is in the
   // second: left to itself it was late on a Zen 5, a seventh of the time. With more planes nothing was won.
+  // Several tokens read no faster than that, so the first is told at once: 2 to 10% of their time.
   template <int Tokens>
   static OTARO_INLINE void eight_sums(const Bytes<M>& bytes, int64_t at, const int8_t* digits,
                                       __m512i (&out)[Tokens]) {
-    constexpr int kAhead = 2048, kSecondLevel = 2;
+    constexpr int kAhead = 2048, kLevel = Tokens > 1 ? 3 : 2;
     for (int i = 0; i < 8 * kUnitBase; i += 64)
-      __builtin_prefetch(bytes.base + 4 * (at + kAhead) + i, 0, kSecondLevel);
-    for (int p = 0; p < kPlanesUsed; ++p) __builtin_prefetch(bytes.planes[p] + at + kAhead, 0, kSecondLevel);
-    if constexpr (M == kCoarsest)
+      __builtin_prefetch(bytes.base + 4 * (at + kAhead) + i, 0, kLevel);
+    for (int p = 0; p < kPlanesUsed; ++p) __builtin_prefetch(bytes.planes[p] + at + kAhead, 0, kLevel);
+    if constexpr (M == kCoarsest && Tokens == 1)
       for (int i = 0; i < 8 * kUnitBase; i += 64) __builtin_prefetch(bytes.base + 4 * (at + kAhead / 4) + i);
     Codes codes[4];
+    __m512i as_words[4][4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
       __m512i of_pair = _mm512_loadu_si512(bytes.base + 4 * at + i * 2 * kUnitBase);
@@ -268,13 +307,16 @@ struct One {
       if constexpr (M == kFinest)
         fifth = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes.planes[4] + at + i * 2 * kUnitPlane));
       codes[i] = unpacked(of_pair, matrices(bytes, at, i), fifth);
+      if constexpr (words(Tokens)) widen(codes[i], as_words[i]);
     }
-#pragma GCC unroll 2
+#pragma GCC unroll 5
     for (int t = 0; t < Tokens; ++t) {
       __m512i sums[4];
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i)
-        sums[i] = products(codes[i], digits + (i * Tokens + t) * Cycle::kPairDigits);
+      for (int i = 0; i < 4; ++i) {
+        const int8_t* of_token = digits + (i * Tokens + t) * Cycle::kPairDigits;
+        sums[i] = words(Tokens) ? word_products(as_words[i], of_token) : products(codes[i], of_token);
+      }
       out[t] = quads(sums);
     }
   }
@@ -302,7 +344,7 @@ struct One {
       eight_sums(bytes, at + 8 * kUnitPlane, x.digits + (pair + 4) * kOfPair, second);
       const __m128i sixteen = _mm_loadu_si128(reinterpret_cast<const __m128i*>(of_scales));
       const __m512 values = _mm512_cvtph_ps(scale_halves(sixteen));
-#pragma GCC unroll 2
+#pragma GCC unroll 5
       for (int t = 0; t < Tokens; ++t) {
         const __m512i sums =
           _mm512_permutexvar_epi32(order, _mm512_add_epi32(_mm512_shuffle_i32x4(first[t], second[t], 0x88),
@@ -328,7 +370,7 @@ struct One {
 template <int M, bool Truncate, int Tokens>
 int64_t whole_rows(const Packed& weight, const Activations& x, int64_t begin, int64_t end, float* out,
                    int64_t stride) {
-  const Cycle cycle(weight, x);
+  const Cycle cycle(weight, x, One<M, Truncate>::words(Tokens));
   if (!cycle.fits()) return begin;
   alignas(64) float terms[Tokens * Cycle::kMostTerms];
   int64_t row = begin;
