@@ -47,8 +47,8 @@ def forms() -> Iterator[Form]:
     """All that may be served."""
     for precision, truncate in product(PRECISIONS, (0, 1)):
         meaning = {"BITS": precision.mantissa_bits, "TRUNCATE": truncate}
-        for tokens, stages in product(hopper.TOKENS, hopper.STAGES):
-            yield "hopper.cu", meaning | {"TOKENS": tokens, "STAGES": stages}
+        for tokens, stages, streamed in product(hopper.TOKENS, hopper.STAGES, (0, 1)):
+            yield "hopper.cu", meaning | {"TOKENS": tokens, "STAGES": stages, "STREAMED": streamed}
         ways = product(hopper_halves.COLUMNS, hopper_halves.GROUPS, (1, 4), (0, 1))
         for columns, groups, slices, arranged in ways:
             shape = hopper_halves.Shape(columns, groups, 0, slices).filling(_SHARED, precision.mantissa_bits)

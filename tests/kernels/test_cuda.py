@@ -76,7 +76,7 @@ def test_an_old_gpu_is_told_apart_from_a_missing_compiler(monkeypatch):
 
 
 COMMON = {"TRUNCATE": 0, "UNIT_BLOCKS": 2, "UNITS_PER_GROUP": 1, "RAGGED": 0}
-FEW = COMMON | {"WIDE": 1, "QUADRUPLE": 1, "SHARED": 1}
+FEW = COMMON | {"WIDE": 1, "QUADRUPLE": 1, "SHARED": 1, "RESIDENT": 1}
 BATCH = COMMON | {"CHUNK": 4, "SLICES": 2, "GROUPS": 2, "PLANE_COPY": 16, "BLOCKS": 1}
 HALVES = COMMON | {"UNITS": 4, "SLICES": 4, "PLANE_COPY": 16, "SCALE_WORDS": 1, "OUT": 1}
 CONSTANTS = [
@@ -84,7 +84,8 @@ CONSTANTS = [
     ("linear.cu", FEW | {"BITS": 8, "TOKENS": 2, "DEPTH": 3}),
     ("batch.cu", BATCH | {"BITS": 8, "COLUMNS": 8, "TILES": 1, "STAGES": 3, "STEPS": 1}),
     ("batch.cu", BATCH | {"BITS": 5, "COLUMNS": 16, "TILES": 2, "STAGES": 2, "STEPS": 2}),
-    ("hopper.cu", {"BITS": 8, "TRUNCATE": 0, "TOKENS": 16, "STAGES": 3}),
+    ("hopper.cu", {"BITS": 8, "TRUNCATE": 0, "TOKENS": 16, "STAGES": 3, "STREAMED": 0}),
+    ("hopper.cu", {"BITS": 4, "TRUNCATE": 1, "TOKENS": 16, "STAGES": 5, "STREAMED": 1}),
     ("halves.cu", HALVES | {"BITS": 4, "COLUMNS": 32, "GROUPS": 7, "PARTS": 1, "STAGES": 4}),
     ("halves.cu", HALVES | {"BITS": 8, "COLUMNS": 64, "GROUPS": 4, "PARTS": 2, "STAGES": 2}),
 ]
@@ -181,12 +182,19 @@ def on_hopper(emulation, monkeypatch):
         (16, 8, False, 16, 1024, (70,)),
         (8, 8, True, 5, 1024, (65,)),
         (16, 4, False, 9, 2048, (300,)),
+        (16, 3, True, 11, 5120, (65,)),  # activations come in two turns, the second not whole
+        (8, 6, False, 6, 14336, (33,)),
     ],
     ids=str,
 )
 def test_emulated_products_on_hopper_are_those_of_the_reference(
     on_hopper, columns, bits, truncate, tokens, length, rows
 ):
+    assert not hopper._shape(0, columns, length // 64, bits).streamed
+    check_wide(columns, bits, truncate, tokens, length, rows)
+
+
+def check_wide(columns, bits, truncate, tokens, length, rows):
     matrices = [make_packed(count, length, 64, seed=count).at(bits, truncate) for count in rows]
     x, biases = (
         make_activations(tokens, length),
@@ -197,6 +205,34 @@ def test_emulated_products_on_hopper_are_those_of_the_reference(
     for one, out, bias in zip(matrices, outs, biases, strict=True):
         expected = reference.linear(x, one)
         assert same_bits(out, expected if bias is None else expected + bias)
+
+
+STREAMED = [
+    (16, 9), (8, 3), (16, 16), (8, 8), (16, 12), (8, 5),
+    (16, 15), (16, 10), (8, 7), (16, 14), (16, 11), (16, 13),
+]  # fmt: skip
+"""Columns and tokens, for each of the grids."""
+
+
+@pytest.mark.parametrize(
+    "number", range(len(GRIDS)), ids=lambda number: str((*GRIDS[number], STREAMED[number]))
+)
+def test_emulated_products_on_hopper_are_the_same_with_streamed_digits(on_hopper, monkeypatch, number):
+    """Rings of two and three stages, rows of four and five, more tiles than clusters."""
+    (columns, tokens), (bits, truncate) = STREAMED[number], GRIDS[number]
+    length, stages = (4096, 5120)[number % 2], 2 + number // 2 % 2
+    shape = hopper.Shape(columns, stages, True, length // 64, bits)
+    monkeypatch.setattr(nvrtc, "most_shared", lambda device: shape.shared)
+    monkeypatch.setattr(hopper, "STAGES", range(stages, stages + 1))
+    assert hopper._shape(0, columns, length // 64, bits) == shape
+    check_wide(columns, bits, truncate, tokens, length, (70, 65) if number % 3 else (33, 130, 64))
+
+
+@pytest.mark.parametrize(("bits", "tokens"), [(4, 16), (8, 9)])
+def test_emulated_products_of_llamas_longest_rows(on_hopper, bits, tokens):
+    packed, x = make_packed(65, 14336, 64, bits), make_activations(tokens, 14336)
+    assert hopper._shape(0, 16, 224, bits).streamed
+    assert same_bits(cuda.linear(x, packed), reference.linear(x, packed))
 
 
 def test_emulated_products_take_hoppers_way_where_rows_are_whole_steps(on_hopper, monkeypatch):
@@ -221,8 +257,13 @@ def test_emulated_products_take_hoppers_way_where_rows_are_whole_steps(on_hopper
     assert not taken
 
 
-def test_rows_too_long_for_hoppers_shared_memory_take_another_way(on_hopper):
-    assert [hopper._columns(0, tokens, 224, 4) for tokens in (8, 9)] == [8, None]  # 14,336 weights
+def test_digits_too_long_for_hoppers_shared_memory_are_streamed(on_hopper):
+    for bits in range(3, 9):
+        shapes = [hopper._shape(0, tokens, 224, bits) for tokens in (8, 16)]  # 14,336 weights
+        assert [(one.tokens, one.streamed) for one in shapes] == [(8, False), (16, True)]
+        assert all(one.stages >= 2 and one.shared <= 227328 for one in shapes)
+    assert [hopper._columns(0, tokens, 448, 8) for tokens in (8, 9)] == [8, 16]  # 28,672
+    assert [hopper._columns(0, tokens, 2400, 4) for tokens in (8, 9)] == [8, None]
 
 
 def test_emulated_products_of_several_tokens_leave_the_range_of_floats_as_one_does(emulation):
@@ -406,6 +447,34 @@ def test_small_products_of_whole_steps_are_those_of_the_reference(tokens):
             assert same_bits(out[:, some.cuda()].cpu(), reference.linear(x, one.rows(some))), (
                 f"E5M{bits}, {length}"
             )
+
+
+@needs_gpu
+@pytest.mark.parametrize("number", range(len(GRIDS)))
+def test_small_products_of_llamas_longest_rows_are_those_of_the_reference(number):
+    """On Hopper with digits in shared memory up to 8 tokens, streamed beyond."""
+    (bits, truncate), tokens = GRIDS[number], STREAMED[number][1]
+    packed, x = make_packed(100, 14336, 64, seed=number).at(bits, truncate), make_activations(tokens, 14336)
+    expected = reference.linear(x, packed)
+    for _ in range(3):
+        assert same_bits(cuda.linear(x.cuda(), on_gpu(packed)).cpu(), expected)
+
+
+@needs_gpu
+@pytest.mark.parametrize("bits", range(3, 9))
+def test_many_long_rows_are_those_of_the_reference(bits):
+    """Of two matrices, and several tiles for each cluster."""
+    matrices = [make_packed(count, 14336, 64, seed=count).at(bits, bits % 2 == 0) for count in (4096, 9000)]
+    x, biases = make_activations(16, 14336), [None, torch.randn(9000)]
+    outs = [torch.full((16, len(one.base)), 7.0, device="cuda") for one in matrices]
+    given = [on_gpu(one) for one in matrices]
+    cuda.products(
+        cuda.to_digits(x.cuda(), 64), 16, given, outs, [b if b is None else b.cuda() for b in biases]
+    )
+    for one, out, bias in zip(matrices, outs, biases, strict=True):
+        some = torch.randint(len(one.base), (100,))
+        expected = reference.linear(x, one.rows(some))
+        assert same_bits(out[:, some.cuda()].cpu(), expected if bias is None else expected + bias[some])
 
 
 @needs_gpu

@@ -37,6 +37,7 @@ _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _WARP, _THREADS = 32, 128
 _ROWS, _LANES = 16, 16  # of a block of `linear`
 _FEW = 2  # tokens that `linear` takes; `batch` takes more
+_FINE = 7  # mantissa bits from which on `hopper`, where it serves, is faster with two: measured on an H200
 _COLUMNS = (8, 16)  # tokens that `batch` is compiled for
 _DECODED_ROWS = 4  # that a thread of `decode` has a word of
 _LONG_ROW = 8 * _LANES  # units: eight steps of a warp
@@ -138,7 +139,7 @@ def products(
         _multiply_few(digits, pairs, matrices, outs, biases, experts, pairs // tokens)
         return
     units, unit = digits.digits.shape[1], unit_size(like.group_size)
-    columns = hopper.columns(matrices, tokens) if tokens > _FEW else None
+    columns = hopper.columns(matrices, tokens) if tokens > (1 if like.bits >= _FINE else _FEW) else None
     while tokens:
         shape = (
             None if columns or tokens <= _FEW else _shape(_device(like.base), tokens, units, unit, like.bits)
@@ -335,10 +336,10 @@ def _multiply_wide(
 ) -> None:
     """Up to 16 where `hopper` serves, by clusters that take so many."""
     like, units = matrices[0], digits.digits.shape[1]
-    kernel, shared, most = hopper.kernel(_device(like.base), like.bits, like.truncate, columns, units)
+    kernel, shape, most = hopper.kernel(_device(like.base), like.bits, like.truncate, columns, units)
     ends = list(accumulate(-(-len(one.base) // hopper.ROWS) for one in matrices))
     kernel(
-        (hopper.CLUSTER * min(ends[-1], most),), hopper.THREADS, shared,
+        (hopper.CLUSTER * min(ends[-1], most),), shape.threads, shape.shared,
         matrix=[packed_fields(one) for one in matrices], bias=biases, out=outs,
         stride=[out.stride(0) for out in outs], first_tile=[0, *ends, *[ends[-1]] * (MATRICES - len(ends))],
         x=digits._asdict(), tokens=tokens, units=units,
@@ -482,7 +483,7 @@ def _linear_kernel(
     kernel = nvrtc.kernel(
         "linear.cu", "linear", device, BITS=bits, TRUNCATE=truncate, UNIT_BLOCKS=unit_blocks,
         UNITS_PER_GROUP=per_group, TOKENS=tokens, WIDE=wide, QUADRUPLE=quadruple, RAGGED=ragged,
-        SHARED=shared > 0, DEPTH=4 if long else 3, **of_experts,
+        SHARED=shared > 0, DEPTH=4 if long else 3, RESIDENT=1, **of_experts,
     )  # fmt: skip
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     return kernel, processors * kernel.blocks_per_multiprocessor(_THREADS, shared)

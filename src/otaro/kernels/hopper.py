@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -13,8 +14,8 @@ from otaro.kernels.packed import Packed
 from otaro.kernels.reference import LANES
 from otaro.sefp.precision import COARSEST
 
-CLUSTER, THREADS, ROWS = 2, 640, 64
-"""Blocks of a cluster, threads of a block, rows of a tile: constants of hopper.cu."""
+CLUSTER, ROWS = 2, 64
+"""Blocks of a cluster, rows of a tile: constants of hopper.cu."""
 TOKENS = (8, 16)
 """That a cluster may have: TOKENS of hopper.cu."""
 COMPILERS = ("NVRTC 13.0",)
@@ -24,6 +25,7 @@ wrong bit on a GPU. What the sanitizers said of this one, and what they have not
 benchmarks/results/h200-gpu-check.txt.
 """
 _UNIT, _GROUPS, _BARRIERS = 64, 4, 256
+_THREADS, _CARRIERS = 640, 128
 STAGES = range(2, 7)
 """Of the ring."""
 
@@ -31,7 +33,8 @@ STAGES = range(2, 7)
 def columns(matrices: Sequence[Packed], tokens: int) -> int | None:
     """Of clusters that take so many tokens; None where another kernel serves.
 
-    Rows must be whole steps of sixteen units with a scale each, and fit into shared memory with their tokens.
+    Rows must be whole steps of sixteen units with a scale each. Shared memory must hold their tokens'
+    activations, or those of two stages.
     """
     like, device = matrices[0], matrices[0].base.get_device()
     if (
@@ -53,33 +56,60 @@ def has_instructions(device: int) -> bool:
     )
 
 
+class Shape(NamedTuple):
+    """How the work is cut: constants of hopper.cu, and the units of a row."""
+
+    tokens: int
+    stages: int
+    streamed: bool
+    units: int
+    bits: int
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return _THREADS + _CARRIERS * self.streamed
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory: barriers, sums, digits and terms of a block's lanes, the ring."""
+        kept = self.units // CLUSTER * self.tokens * (8 if self.streamed else 2 * _UNIT + 8)
+        return _BARRIERS + 4 * _GROUPS * ROWS * self.tokens + kept + self.stages * self._stage
+
+    @property
+    def _stage(self) -> int:
+        """Bytes of a stage: base, scales and planes of eight units of each row, digits of each token."""
+        weights = 2 * ROWS * (132 + 32 * (self.bits - COARSEST))
+        return weights + 2 * _GROUPS * 2 * _UNIT * self.tokens * self.streamed
+
+    def filling(self, most: int) -> Shape:
+        """With as many stages as fit, up to where more give nothing."""
+        fitting = (most - self._replace(stages=0).shared) // self._stage
+        return self._replace(stages=min(STAGES.stop - 1, fitting))
+
+
 @cache
 def _columns(device: int, tokens: int, units: int, bits: int) -> int | None:
-    least = next(one for one in TOKENS if tokens <= one)
-    return least if _stages(device, least, units, bits) >= STAGES.start else None
+    found = _shape(device, next(one for one in TOKENS if tokens <= one), units, bits)
+    return found and found.tokens
 
 
-def _fixed(tokens: int, units: int) -> int:
-    """Bytes of shared memory besides the ring: barriers, digits and terms of a block's lanes, sums."""
-    return _BARRIERS + units // CLUSTER * tokens * (2 * _UNIT + 8) + 4 * _GROUPS * ROWS * tokens
-
-
-def _stage(bits: int) -> int:
-    """Bytes of a stage of the ring: base, scales and planes of eight units of each row."""
-    return 2 * ROWS * (132 + 32 * (bits - COARSEST))
-
-
-def _stages(device: int, tokens: int, units: int, bits: int) -> int:
-    """As many as fit, up to where more give nothing."""
-    return min(STAGES.stop - 1, (nvrtc.most_shared(device) - _fixed(tokens, units)) // _stage(bits))
+def _shape(device: int, tokens: int, units: int, bits: int) -> Shape | None:
+    """Digits are streamed where shared memory does not hold them beside a ring; None where nothing fits."""
+    ways = (Shape(tokens, 0, streamed, units, bits) for streamed in (False, True))
+    filled = (one.filling(nvrtc.most_shared(device)) for one in ways)
+    return next((one for one in filled if one.stages >= STAGES.start), None)
 
 
 @cache
-def kernel(device: int, bits: int, truncate: bool, tokens: int, units: int) -> tuple[nvrtc.Kernel, int, int]:
-    """The kernel, its bytes of shared memory, and how many of its clusters the GPU runs at a time."""
-    stages = _stages(device, tokens, units, bits)
+def kernel(
+    device: int, bits: int, truncate: bool, tokens: int, units: int
+) -> tuple[nvrtc.Kernel, Shape, int]:
+    """The kernel, its shape, and how many of its clusters the GPU runs at a time."""
+    shape = _shape(device, tokens, units, bits)
+    assert shape  # as `columns` found
     compiled = nvrtc.kernel(
-        "hopper.cu", "wide", device, BITS=bits, TRUNCATE=truncate, TOKENS=tokens, STAGES=stages
-    )
-    shared = _fixed(tokens, units) + stages * _stage(bits)
-    return compiled, shared, compiled.clusters(CLUSTER, THREADS, shared)
+        "hopper.cu", "wide", device, BITS=bits, TRUNCATE=truncate, TOKENS=tokens, STAGES=shape.stages,
+        STREAMED=shape.streamed,
+    )  # fmt: skip
+    return compiled, shape, compiled.clusters(CLUSTER, shape.threads, shape.shared)

@@ -177,8 +177,7 @@ __device__ __forceinline__ void hold(uint32_t value) { asm volatile("" ::"r"(val
 // bytes apart along the bytes, 128 along the columns.
 template <int Columns>
 __device__ __forceinline__ uint64_t columns_at(uint32_t sixteens) {
-  constexpr uint64_t kStrides = static_cast<uint64_t>(128 / 16) << 32 | static_cast<uint64_t>(Columns) << 16;
-  return kStrides + sixteens;
+  return static_cast<uint64_t>(128 / 16) << 32 | (Columns << 16 | sixteens);
 }
 
 // Where a thread finds what it has of a unit, in a stage: of its group's row g and, eight rows further, g
