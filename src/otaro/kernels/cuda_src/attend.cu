@@ -33,7 +33,7 @@ constexpr int kWarps = 4, kTile = 16, kRound = kWarps * kTile;
 constexpr int kChunks = (HEAD + kBlock - 1) / kBlock;  // of 32 dimensions
 constexpr int kPitch = kChunks * kBlock;
 constexpr int kPlanesUsed = KV_BITS ? KV_BITS - kCoarsest : 0;
-constexpr int kMostSplits = 64;
+constexpr int kMostSplits = 64, kAtOnce = 32;  // partial results that a thread has under way
 #define kNever __int_as_float(0xff800000)
 
 struct Attend {
@@ -227,8 +227,8 @@ extern "C" __global__ void __launch_bounds__(kWarps* kWarp) attend(const __grid_
   const int kv_head = blockIdx.y / p.blocks, group = p.heads / p.kv_heads;
   const int in_group = blockIdx.y % p.blocks * HEADS, first_head = kv_head * group + in_group,
             heads_here = min(HEADS, group - in_group);
-  wait_for_predecessor();
-
+  // rope_and_cache lets this begin when all before it have ended. So positions are there, and keys and values
+  // but for those that it writes: they come closer meanwhile.
   const int position = p.positions[token];
   const int first = p.window ? max(0, position + 1 - p.window) : 0, count = position + 1 - first;
   const int slice = (count + splits * kRound - 1) / (splits * kRound) * kRound,
@@ -236,6 +236,24 @@ extern "C" __global__ void __launch_bounds__(kWarps* kWarp) attend(const __grid_
   const int begin = first + part * slice, end = min(begin + slice, position + 1);
   if (begin >= end) return;
   const int64_t first_row = (static_cast<int64_t>(p.sequences[token]) * p.kv_heads + kv_head) * p.capacity;
+  if (threadIdx.x < 2) {
+    constexpr int kRowBytes = kChunks * (KV_BITS ? 4 * kBaseWords : 2 * kBlock);
+    const uint32_t* base = (threadIdx.x ? p.values : p.keys).base;
+    ask_for(base + (first_row + begin) * (kRowBytes / 4), (end - begin) * kRowBytes);
+  }
+  wait_for_predecessor();
+
+  // The first ones before queries, which are looked at before. Packed ones would take too many registers.
+  constexpr bool kEarly = KV_BITS == 0;
+  Words keys[2], values[4];
+  const auto load_tile = [&](int tile) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) load<true>(p.keys, first_row + min(tile + 8 * i + g, end - 1), keys[i]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      load<false>(p.values, first_row + min(tile + 8 * (i / 2) + 2 * t + i % 2, end - 1), values[i]);
+  };
+  if (kEarly) load_tile(begin + kTile * warp);
 
   uint32_t query[kChunks][2][4];  // two steps of 16 dimensions to a chunk: high parts, low parts
 #pragma unroll
@@ -255,13 +273,7 @@ extern "C" __global__ void __launch_bounds__(kWarps* kWarp) attend(const __grid_
   float most = kNever, sum = 0.0f;  // of head g
   float mixed[kChunks][2][4] = {};  // of heads 2t and 2t + 1
   for (int tile = begin + kTile * warp; tile < end; tile += kRound) {
-    Words keys[2], values[4];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) load<true>(p.keys, first_row + min(tile + 8 * i + g, end - 1), keys[i]);
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      load<false>(p.values, first_row + min(tile + 8 * (i / 2) + 2 * t + i % 2, end - 1), values[i]);
-
+    if (!kEarly || tile >= begin + kRound) load_tile(tile);
     float scores[2][4] = {};
 #pragma unroll
     for (int c = 0; c < kChunks; ++c)
@@ -373,9 +385,9 @@ extern "C" __global__ void __launch_bounds__(kWarps* kWarp) attend(const __grid_
   if (active == 1) return;
 
   // Slices meet, in the block that is last.
-  __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
+    __threadfence();  // of all that the block wrote
     int* ticket = p.tickets + token * gridDim.y + blockIdx.y;
     is_last = atomicAdd(ticket, 1) == active - 1;
     if (is_last) *ticket = 0;
@@ -383,6 +395,16 @@ extern "C" __global__ void __launch_bounds__(kWarps* kWarp) attend(const __grid_
   }
   __syncthreads();
   if (!is_last) return;
+  float4 slices[kAtOnce];
+  const auto load_slices = [&](int item, int s) {
+    const int head = min(item / (kPitch / 4), heads_here - 1), dimension = item % (kPitch / 4) * 4;
+    const float* from = p.partial + (token * p.heads + first_head + head) * splits * kPitch + dimension;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      if (s + i < active)
+        slices[i] = __ldcg(reinterpret_cast<const float4*>(from + static_cast<int64_t>(s + i) * kPitch));
+  };
+  load_slices(threadIdx.x, 0);
   for (int head = warp; head < heads_here; head += kWarps) {
     const float2* states =
       reinterpret_cast<const float2*>(p.states) + (token * p.heads + first_head + head) * splits;
@@ -407,16 +429,20 @@ extern "C" __global__ void __launch_bounds__(kWarps* kWarp) attend(const __grid_
   __syncthreads();
 #pragma unroll
   for (int start = 0; start < kItems; start += kThreads) {
-    const int item = start + threadIdx.x, head = item / (kPitch / 4), dimension = item % (kPitch / 4) * 4;
+    const int item = start + threadIdx.x, head = item / (kPitch / 4);
     float x[4] = {};
-    if (item < kItems && head < heads_here) {
-      const float* from = p.partial + (token * p.heads + first_head + head) * splits * kPitch + dimension;
-#pragma unroll 8
-      for (int s = 0; s < active; ++s) {
-        const float4 four = __ldcg(reinterpret_cast<const float4*>(from + static_cast<int64_t>(s) * kPitch));
-        const float factor = factors[head][s];
-        x[0] += four.x * factor, x[1] += four.y * factor, x[2] += four.z * factor, x[3] += four.w * factor;
+    for (int s = 0; s < active; s += kAtOnce) {
+      if (start + s) load_slices(item, s);
+      if (item >= kItems || head >= heads_here) continue;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (s + i >= active) break;
+        const float factor = factors[head][s + i];
+        x[0] += slices[i].x * factor, x[1] += slices[i].y * factor, x[2] += slices[i].z * factor,
+          x[3] += slices[i].w * factor;
       }
+    }
+    if (item < kItems && head < heads_here) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[i] /= total[head];
     }

@@ -348,8 +348,8 @@ extern "C" __global__ void __launch_bounds__(kCacheWarps* kWarp)
   rope_and_cache(const __grid_constant__ RopeAndCache p) {
   constexpr int kMine = (kHalf + kWarp - 1) / kWarp, kPitch = kHeadBlocks * kBlock;
   __shared__ float shared[kCacheWarps][HEAD];
-  let_successor_start();
   wait_for_predecessor();
+  let_successor_start();  // not before: attend reads what others wrote, before it waits for this
   const int64_t token = blockIdx.y;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   int head = blockIdx.x * kCacheWarps + warp, kind = 0;  // queries, keys, values

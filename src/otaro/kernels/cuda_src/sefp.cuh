@@ -103,6 +103,14 @@ __device__ __forceinline__ void let_successor_start() {
 #endif
 }
 
+// Has memory come to the second-level cache: sixteens of bytes at a multiple of sixteen. Nobody waits for it,
+// and what others write meanwhile is seen all the same.
+__device__ __forceinline__ void ask_for(const void* from, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
+}
+
 // A scale byte's sign, exponent and fraction, put where a float32 has its own, are a number 2^120 times too
 // small: a subnormal one where the byte's exponent is 0, which a GPU multiplies like any other. So one
 // product gives the step scale * 2^-shift.
