@@ -12,7 +12,10 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import gpu
 import llama3
@@ -22,11 +25,14 @@ from llama3 import GIB, add_plane, fill, half_model, model_of, packed_model, ran
 from table2_products import MULTIPLIED
 from transformers import AutoModelForCausalLM, StaticCache
 
+from otaro import load, pack
 from otaro.errors import OtaroError
 from otaro.kernels.packed import Packed
 from otaro.runtime.caches import GpuCache
 from otaro.runtime.description import Description, Matrix
 from otaro.runtime.gpu import GpuDecoder
+from otaro.runtime.report import Generation
+from otaro.runtime.rows import Batch
 from otaro.sefp.precision import PRECISIONS, Precision
 
 CONTEXT = 2000
@@ -34,7 +40,8 @@ CAPACITY = 2048
 STEPS = CAPACITY - CONTEXT  # of a round; then the context is gone back to
 PAPER = {"float16": (15.20, 39.00), "E5M4": (4.77, 95.65)}
 """Table 2: GB of weights and keys and values, tokens a second."""
-CACHES = {"float16": None, "E5M4": Precision("E5M4")}
+E5M4 = Precision("E5M4")
+CACHES = {"float16": None, "E5M4": E5M4}
 HALF = "float16"
 FIRST = 1  # the token that every round begins with
 PROMPTS = (500, 4000)  # tokens
@@ -263,3 +270,54 @@ def prompts(rounds: int) -> dict[str, Any]:
 
 def read(decoder: GpuDecoder, ids: list[int], precision: Precision) -> None:
     decoder.forward(ids, decoder.new_cache(capacity=len(ids)), bits=decoder.description.all_at(precision))
+
+
+# Through `generate` -----------------------------------------------------------------------------------------
+
+
+class _Listener:
+    """A streamer that looks at every token."""
+
+    def put(self, tokens: torch.Tensor) -> None:
+        tokens.tolist()
+
+    def end(self) -> None:
+        pass
+
+
+def api(rounds: int) -> dict[str, Any]:
+    """E5M4 by `generate`, with a streamer and without, beside the decoder that it calls.
+
+    Which model it is called on makes no difference to what it adds to a token: the built-in one has it, with
+    the decoder of LLaMA-3-8B's shapes beneath.
+    """
+    decoder, report = GpuDecoder(packed_model()), Generation()
+    bits, cache = decoder.description.all_at(E5M4), filled(decoder, None)
+    with TemporaryDirectory() as folder:
+        pack("builtin", Path(folder) / "model")
+        model = load(Path(folder) / "model", E5M4, device=gpu.DEVICE)
+        ids = torch.full((1, CONTEXT + 1), FIRST, device=gpu.DEVICE)
+        options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": STEPS - 1}
+
+        def generate(streamer: Any) -> None:
+            cache.crop(CONTEXT)
+            model.generate(ids, past_key_values=cache, streamer=streamer, report=report, **options)
+
+        contender = Row(decoder, cache, E5M4, 0).contender()
+        times: dict[str, list[float]] = {"decoder": [], "generate": [], "generate, streamed": []}
+        with (
+            patch("otaro.runtime.rows.decoder_of", lambda model: decoder),
+            patch.object(Batch, "bits", lambda batch, some, later=0: [bits] * len(some)),
+        ):
+            for number in range(rounds + 2):  # graphs are captured the second time
+                found = {"decoder": rounds_of({"decoder": contender}, 1, STEPS - 2)["decoder"][0]}
+                for name, streamer in (("generate", None), ("generate, streamed", _Listener())):
+                    generate(streamer)
+                    found[name] = 1 / report.decode_rate
+                for name, seconds in found.items() if number > 1 else ():
+                    times[name].append(seconds)
+    speeds = {name: 1 / statistics.median(seconds) for name, seconds in times.items()}
+    say(f"\nE5M4 behind {CONTEXT} tokens, tokens a second")
+    for name, speed in speeds.items():
+        say(f"{name:20}{speed:8.1f}{speed / speeds['decoder']:8.1%}")
+    return {"tokens_per_s": speeds}

@@ -178,7 +178,7 @@ def test_our_decoder_runs_every_precision_and_both_caches(toy, capsys):
         assert row["tokens_per_s"] == 1 / row["seconds"]
     assert rows["E5M4, E5M4 cache"]["cache_allocated"] < rows["E5M4, float16 cache"]["cache_allocated"]
     bars = {bar.what: bar for bar in bench.judged(results)}
-    assert len(bars) == 6
+    assert len(bars) == 7
     assert bars["GiB of weights and cache at E5M4, by their sizes"].holds
     capsys.readouterr()
     toy.print_table(results)
@@ -206,6 +206,16 @@ def test_prompts_are_read_at_every_precision(toy, monkeypatch):
     seconds = toy.prompts(1)["seconds"]
     assert list(seconds) == ["17", "20"]
     assert all(list(one) == ["float16", "E5M8", "E5M4", "E5M3"] for one in seconds.values())
+
+
+def test_generate_is_timed_beside_the_decoder_that_it_calls(toy, monkeypatch):
+    called, advance = [], toy.GpuDecoder.advance
+    monkeypatch.setattr(toy.GpuDecoder, "advance", lambda decoder: called.append(0) or advance(decoder))
+    result = toy.api(1)
+    assert list(result["tokens_per_s"]) == ["decoder", "generate", "generate, streamed"]
+    assert min(result["tokens_per_s"].values()) > 0
+    assert len(called) >= 3 * 3 * (toy.STEPS - 2)  # three rounds of all three
+    assert [bar.asked for bar in bench.judged({"api": result})] == [bench.BY_GENERATE] * 2
 
 
 def test_a_round_runs_at_its_precision_from_the_context_on(toy):

@@ -15,6 +15,7 @@ import otaro
 from otaro.errors import OtaroError, PrecisionError
 from otaro.kernels import cpu, cuda, cuda_steps
 from otaro.runtime import serving
+from otaro.runtime.decoder import Costs
 from otaro.runtime.draft import MOST, Draft, Drafter
 from otaro.runtime.gpu import GpuDecoder
 from otaro.runtime.report import Generation
@@ -255,15 +256,16 @@ def test_drafts_take_no_memory_beyond_what_was_reserved(model, kind):
     most = scheduler.context + 1 - len(PROMPT)
     alone = scheduler.submit(PROMPT, max_new_tokens=most, **TOKENS).result().tokens
     seen = []
-    step = type(scheduler.decoder).step
+    name = "step" if kind == "cpu" else "likeliest"
+    step = getattr(type(scheduler.decoder), name)
 
     def watched(decoder, ids, cache, *rest):
-        logits = step(decoder, ids, cache, *rest)
+        found = step(decoder, ids, cache, *rest)
         seen.append(max(cache.lengths))
-        return logits
+        return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(scheduler.decoder), "step", watched)
+        patch.setattr(type(scheduler.decoder), name, watched)
         stream = scheduler.submit(PROMPT, draft=DRAFTS[4], max_new_tokens=most, **TOKENS)
         assert stream.result().tokens == alone
     assert max(seen) == scheduler.context
@@ -293,16 +295,17 @@ def test_cancelled_and_late_answers_end_within_a_draft(model, monkeypatch):
     assert len(late.tokens) == before + 1
 
 
-def test_a_draft_that_fails_is_none(model, monkeypatch):
+def test_a_draft_that_fails_is_none(model, kind, monkeypatch):
     alone = said(model)
-    step = type(serving.decoder_of(model)).step
+    decoder, name = type(serving.decoder_of(model)), "step" if kind == "cpu" else "likeliest"
+    reads = getattr(decoder, name)
 
     def breaks(decoder, ids, cache, sequences=None, bits=None):
         if len(ids) > 1:
             raise OtaroError("a key that nobody would have had")
-        return step(decoder, ids, cache, sequences, bits)
+        return reads(decoder, ids, cache, sequences, bits)
 
-    monkeypatch.setattr(type(serving.decoder_of(model)), "step", breaks)
+    monkeypatch.setattr(decoder, name, breaks)
     assert torch.equal(said(model, draft=DRAFTS[4]), alone)
     assert sum(model.generation.drafted) == 0
 
@@ -381,7 +384,7 @@ def drafter(draft, judge=b"\x08\x08"):
     return Drafter(Draft.of(draft), [judge], Generation())
 
 
-COSTS = (0.25, 0.15)
+COSTS = Costs(several=0.25, each=0.15, fixed=0.0)
 
 
 def learn(one, drafted, right, sure=True):
@@ -428,6 +431,14 @@ def test_weights_stop_where_they_are_not_sure(model, kind, monkeypatch):
         counts.clear()
         said(model, draft="E5M3")
         assert (max(counts) > 1) == goes_on
+
+
+def test_what_no_precision_saves_makes_a_draft_dearer():
+    fine, coarse = b"\x08\x08", b"\x03\x03"
+    assert COSTS.draft(coarse, fine) == 4 / 9
+    assert COSTS._replace(fixed=0.25).draft(coarse, fine) == 0.25 + 0.75 * 4 / 9
+    assert COSTS._replace(fixed=1.0).draft(coarse, fine) == 1
+    assert drafter("E5M3").count(fine, 100, COSTS._replace(fixed=1.0)) == 0
 
 
 def test_a_text_goes_on_as_it_did_the_last_time():

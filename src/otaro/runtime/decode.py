@@ -30,7 +30,7 @@ from otaro.kernels import cpu, ops
 from otaro.kernels.cpu import _cpu
 from otaro.runtime.architectures import packed_modules, unpacked_tensors, why_not
 from otaro.runtime.caches import DecoderCache, cannot_hold
-from otaro.runtime.decoder import BaseDecoder, Chunk
+from otaro.runtime.decoder import BaseDecoder, Chunk, Costs
 from otaro.runtime.description import MATRICES, Description, Matrix
 from otaro.sefp.precision import Precision
 
@@ -44,7 +44,7 @@ class Decoder(BaseDecoder):
     max_sequences = getattr(_cpu, "max_step", 0)
     exact_prompts = True  # whatever they are read with
     together = True
-    several = (0.25, 0.15)
+    costs = Costs(several=0.25, each=0.15, fixed=0.0)
     pooled = True
     ahead = 0
 

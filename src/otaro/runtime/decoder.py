@@ -20,7 +20,7 @@ import torch
 from otaro.errors import OtaroError
 from otaro.runtime.architectures import describe, still_describes
 from otaro.runtime.description import Description
-from otaro.sefp.precision import COARSEST, Precision, of_mantissa_bits
+from otaro.sefp.precision import COARSEST, FINEST, Precision, of_mantissa_bits
 
 
 class Chunk(NamedTuple):
@@ -31,6 +31,25 @@ class Chunk(NamedTuple):
     bits: bytes
     wanted: bool
     """Whether the logits after the last of them are."""
+
+
+class Costs(NamedTuple):
+    """What steps take, as shares of a step of one token: measured once, where nothing else ran."""
+
+    several: float
+    """What one with several tokens takes more."""
+    each: float
+    """And for each token after the first."""
+    fixed: float
+    """Of a step at E5M8: what no coarser precision saves."""
+
+    def draft(self, bits: bytes, judge: bytes) -> float:
+        """A step at these mantissa bits, as a share of one at the judge's."""
+        return self._step(bits) / self._step(judge)
+
+    def _step(self, bits: bytes) -> float:
+        stored, most = sum(bits) / len(bits) + 1, FINEST + 1  # a sign each
+        return self.fixed + (1 - self.fixed) * stored / most
 
 
 @dataclass(eq=False)
@@ -65,10 +84,8 @@ class BaseDecoder(ABC):
     together: ClassVar[bool]
     """Whether a step reads chunks of prompts beside the tokens of others, all in one pass over the weights.
     """
-    several: ClassVar[tuple[float, float]]
-    """What a step with several tokens costs more than one with one, and what each further one does, as shares
-    of the latter.
-    """
+    costs: ClassVar[Costs]
+    """Which drafts ask for."""
     ahead: ClassVar[int]
     """Steps that it pays to begin before the last one's token is looked at; `gpu.GpuDecoder.begin` says."""
 
@@ -126,6 +143,12 @@ class BaseDecoder(ABC):
         A sequence that is named several times in a row has so many tokens, at one precision. `bits` are those
         of each token; tokens of one precision share a pass over the weights.
         """
+
+    def likeliest(
+        self, ids: Sequence[int], cache: Any, sequences: Sequence[int], bits: Sequence[bytes]
+    ) -> list[int]:
+        """Where `ahead` is not 0, as `step`: where the logits after each token are largest."""
+        raise NotImplementedError
 
     def read(self, chunks: Sequence[Chunk], cache: Any) -> torch.Tensor:
         """Where `together` holds, read a token or more of each of some sequences: logits [those that are

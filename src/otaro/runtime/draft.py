@@ -14,12 +14,12 @@ drawn from p. (Leviathan, Kalman, Matias 2023, "Fast inference from transformers
 text's continuation has q = 1.
 
 How many tokens are drafted: as many as pay. If a token is right with chance a, k tokens are followed by 1 + a
-+ ... + a^k on average, and cost 1 + s + k (c + e) passes of the judge, c being the draft's share of its bits,
-and s and e what several tokens in a pass cost (`BaseDecoder.several`). The k of the best ratio is taken, 0 if
-that is it; a is a running mean of what was right, and what is not tried is slowly believed again. Besides,
-the weights stop after a token that they give less than half of the probability: many of those are wrong, and
-few of the others. (A GPU that goes on by itself is not asked.) No clock has a say: what a request says, and
-how, depends on the request alone.
++ ... + a^k on average, and cost 1 + s + k (c + e) passes of the judge: c is a step of the draft, s and e what
+several tokens in a pass take (`decoder.Costs`). The k of the best ratio is taken, 0 if that is it; a is a
+running mean of what was right, and what is not tried is slowly believed again. Besides, the weights stop
+after a token that they give less than half of the probability: many of those are wrong, and few of the
+others. (A GPU that goes on by itself is not asked.) No clock has a say: what a request says, and how, depends
+on the request alone.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from typing import TYPE_CHECKING, Any
 
 from otaro.errors import OtaroError, PrecisionError
 from otaro.runtime.report import Generation
-from otaro.runtime.sample import Proposal, argmax
+from otaro.runtime.sample import Proposal, argmax, largest_chance
 from otaro.sefp.precision import Precision
 
 if TYPE_CHECKING:
-    from otaro.runtime.decoder import BaseDecoder
+    from otaro.runtime.decoder import BaseDecoder, Costs
 
 PROMPT = "prompt"
 MOST = {PROMPT: 10, "weights": 6}
@@ -97,33 +97,32 @@ class Drafter:
         most = self.draft.precision.mantissa_bits if self.draft.precision else 0
         return bytes(min(one, most) for one in judge)
 
-    def from_text(self, ids: Sequence[int], room: int, several: tuple[float, float]) -> list[int]:
+    def from_text(self, ids: Sequence[int], room: int, costs: Costs) -> list[int]:
         """What followed when the last tokens were there before."""
         if not self.draft.prompt:
             return []
         start = self._found(ids)
         self._kind = PROMPT
-        count = 0 if start is None else self._count(room, 0.0, several)
+        count = 0 if start is None else self._count(room, 0.0, costs)
         found = list(ids[start : start + count]) if start is not None else []
         while found and len(found) < count:  # it has come to itself: the text goes round
             found.append(found[len(found) - (len(ids) - (start or 0))])
         return found
 
-    def count(self, judge: bytes, room: int, several: tuple[float, float]) -> int:
+    def count(self, judge: bytes, room: int, costs: Costs) -> int:
         """How many tokens the weights shall draft."""
         if self.draft.precision is None or (bits := self.bits(judge)) == judge:
             return 0
         self._kind = "weights"
-        share = (sum(bits) + len(bits)) / (sum(judge) + len(judge))  # a sign each
-        return self._count(room, share, several)
+        return self._count(room, costs.draft(bits, judge), costs)
 
-    def _count(self, room: int, cost: float, several: tuple[float, float]) -> int:
+    def _count(self, room: int, cost: float, costs: Costs) -> int:
         if self.draft.tokens is not None:
             return min(self.draft.tokens, room)
-        right, (once, each) = self._right[self._kind], several
+        right = self._right[self._kind]
 
         def worth(count: int) -> float:
-            passes = 1 + (once + count * (cost + each) if count else 0.0)
+            passes = 1 + (costs.several + count * (cost + costs.each) if count else 0.0)
             return sum(right**position for position in range(count + 1)) / passes
 
         best = max(range(min(room, MOST[self._kind]) + 1), key=worth, default=0)
@@ -172,9 +171,9 @@ def propose(
             continue
         # The last token of an answer is never read, and there is no memory for it.
         room = int(min(one.limit - one.new - 1, positions - len(one.ids), decoder.max_sequences - 1))
-        if tokens := one.drafter.from_text(one.ids, room, decoder.several):
+        if tokens := one.drafter.from_text(one.ids, room, decoder.costs):
             found[one] = [Proposal(token) for token in tokens]
-        elif count := one.drafter.count(judge, room, decoder.several):
+        elif count := one.drafter.count(judge, room, decoder.costs):
             writing.append((one, one.drafter.bits(judge), count))
             found[one] = []
     try:
@@ -215,7 +214,6 @@ def _write(
             said = [proposal.token for proposal in found[one]]
             proposal = one.sampler.proposed([*one.ids, *said], logits[number], largest[number])
             if one.drafter.draft.tokens is None and not one.sampler.do_sample:
-                others = float((logits[number] - logits[number, largest[number]]).exp().sum())
-                proposal = proposal._replace(sure=others * _SURE <= 1)
+                proposal = proposal._replace(sure=largest_chance(logits[number], largest[number]) >= _SURE)
             found[one].append(proposal)
         done += 1

@@ -38,7 +38,7 @@ from otaro.kernels.kv_cache import KvCache
 from otaro.kernels.steps import MAX_TOKENS, RING, ReferenceSteps, State, Steps, Tokens
 from otaro.runtime.architectures import packed_modules, unpacked_tensors, why_not
 from otaro.runtime.caches import GROWTH, GpuCache
-from otaro.runtime.decoder import Arranged, BaseDecoder
+from otaro.runtime.decoder import Arranged, BaseDecoder, Costs
 from otaro.runtime.description import Description
 from otaro.runtime.gpu_layers import Head, Layers, RopeTables, Span
 from otaro.runtime.gpu_prompt import CHUNK, CudaPromptSteps, Parts, PromptSteps
@@ -72,7 +72,7 @@ class GpuDecoder(BaseDecoder):
     """Runs weights on the device they are on; `why_not` says which models it serves."""
 
     max_sequences = MAX_TOKENS
-    several = (0.0, 0.05)
+    costs = Costs(several=0.2, each=0.045, fixed=0.3)
     ahead = 1
     pooled = False
     exact_prompts = False  # more than 16 tokens are read by the library's products
@@ -198,16 +198,40 @@ class GpuDecoder(BaseDecoder):
         bits: Sequence[bytes] | None = None,
     ) -> torch.Tensor:
         """As one launch."""
+        logits, going = self._stepped(ids, cache, sequences, bits)
+        cache.check()
+        for sequence in going.sequences:
+            cache.lengths[sequence] += 1
+        # indices would be waited for
+        return logits.clone() if going.at == list(range(len(going.at))) else logits[going.at]
+
+    @_alone
+    def likeliest(
+        self, ids: Sequence[int], cache: GpuCache, sequences: Sequence[int], bits: Sequence[bytes]
+    ) -> list[int]:
+        """The host waits once."""
+        logits, going = self._stepped(ids, cache, sequences, bits)
+        *found, refused = torch.cat([logits.argmax(-1), cache.kv_cache.refused]).tolist()
+        if refused:
+            cache.check()
+        for sequence in going.sequences:
+            cache.lengths[sequence] += 1
+        return [found[index] for index in going.at]
+
+    def _stepped(
+        self,
+        ids: Sequence[int],
+        cache: GpuCache,
+        sequences: Sequence[int] | None,
+        bits: Sequence[bytes] | None,
+    ) -> tuple[torch.Tensor, Arranged]:
+        """Logits after each token, as they were arranged; the cache does not count them yet."""
         going = self._arranged(ids, cache, sequences, bits)
         positions = [
             cache.lengths[sequence] + at for sequence, count in going.counts.items() for at in range(count)
         ]
         self._set(going.ids, positions, going.sequences)
-        logits = self._run(len(going.ids), _spans(going, self.description), cache, "all")
-        cache.check()
-        for sequence in going.sequences:
-            cache.lengths[sequence] += 1
-        return logits[going.at]
+        return self._run(len(going.ids), _spans(going, self.description), cache, "all"), going
 
     @_alone
     def begin(
@@ -315,7 +339,8 @@ class GpuDecoder(BaseDecoder):
         self._going = None
         filled = [[*row, *[0] * (MAX_TOKENS - len(row))] for row in (ids, positions, sequences)]
         steps = [self._step % RING] * MAX_TOKENS
-        self.state.all.copy_(torch.tensor([*filled, steps], dtype=torch.int32))
+        # CUDA has so few bytes copied before it returns: nobody needs to wait for the rest.
+        self.state.all.copy_(torch.tensor([*filled, steps], dtype=torch.int32), non_blocking=True)
 
     def _enter_stream(self) -> None:
         """Whatever stream the caller is on, it follows what we did on another one before."""

@@ -32,7 +32,7 @@ from otaro.kernels.steps import MAX_TOKENS
 from otaro.runtime.caches import DecoderCache
 from otaro.runtime.decoder import BaseDecoder, Chunk
 from otaro.runtime.draft import Drafter, propose
-from otaro.runtime.sample import Proposal, Sampler, argmax
+from otaro.runtime.sample import Proposal, Sampler
 
 _OLDEST = 4  # every so many chunks the oldest prompt goes first
 _ROOM = 16  # tokens of prompts that a pass with others has room for at least
@@ -243,7 +243,9 @@ class Loop(ABC):
         self._drop()
         drafts = propose(self.decoder, self.cache, some, bits)
         if not drafts:
-            return self._decode(some)
+            # what the text may know next time, a step that was begun ahead would hold up
+            texts = any(one.drafter is not None and one.drafter.draft.prompt for one in some)
+            return self._decode(some, ahead=not texts)
         left = list(zip(some, bits, strict=True))
         while left:
             room, few = self.decoder.max_sequences, list[tuple[Any, bytes]]()
@@ -258,35 +260,38 @@ class Loop(ABC):
             (one, bits, [one.ids[-1], *(each.token for each in drafts.get(one, ()))]) for one, bits in some
         ]
         numbers = [one.slot.number for one, _, ids in read for _ in ids]
+        every = [bits for _, bits, ids in read for _ in ids]
+        tokens = [token for _, _, ids in read for token in ids]
+        # a GPU is waited for once
+        alone = self._ahead is not None and all(one.argmax for one, _ in some)
         try:
-            every = [bits for _, bits, ids in read for _ in ids]
-            logits = self.decoder.step(
-                [token for _, _, ids in read for token in ids], self.cache, numbers, every
+            found = (self.decoder.likeliest if alone else self.decoder.step)(
+                tokens, self.cache, numbers, every
             )
         except Exception:  # by a token, perhaps, that nobody would have said
             return self._decode([one for one, _ in some], ahead=False)
         start = 0
         for one, bits, ids in read:
-            self._accept(one, bits, ids, drafts.get(one, []), logits[start : start + len(ids)])
+            self._accept(one, bits, ids, drafts.get(one, []), found[start : start + len(ids)])
             start += len(ids)
 
     def _accept(
-        self, one: Any, bits: bytes, ids: list[int], draft: list[Proposal], logits: torch.Tensor
+        self, one: Any, bits: bytes, ids: list[int], draft: list[Proposal], found: torch.Tensor | list[int]
     ) -> None:
-        """Say what follows each of these tokens, as long as it is the next of them."""
+        """Say what follows each of these tokens, given logits or what is likeliest, as long as it is the next
+        of them.
+        """
         one.ran_at = bits
         if draft:
             one.drafter.begin(len(draft))
-        # a GPU is waited for once
-        chosen = argmax(logits) if one.argmax and self._ahead is not None else None
         for number, token in enumerate(ids):
             one.slot.tokens.append(token)
             one.slot.how.append(bits)
             one.proposal = draft[number] if number < len(draft) else None
-            if chosen is None:
-                self.choose([one], logits[number : number + 1])
+            if isinstance(found, torch.Tensor):
+                self.choose([one], found[number : number + 1])
             else:
-                self.take([one], chosen[number : number + 1])
+                self.take([one], found[number : number + 1])
             if number == len(draft) or one.ids[-1] != draft[number].token:
                 break
             # it has ended, or somebody has switched
