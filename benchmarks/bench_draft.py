@@ -39,6 +39,7 @@ NEEDED = {"E5M3": 1.25, "prompt": 1.5}
 """Times E5M8 alone: on prose, and on a text that repeats itself."""
 DRAFTS = ("E5M3", "prompt", "prompt+E5M3")
 JUDGE = Precision("E5M8")
+ALONE = "alone"
 
 
 class Pass(NamedTuple):
@@ -110,30 +111,31 @@ def replay(traces: dict[str, list[Pass]], rounds: int) -> dict[str, Any]:
     gpu.require()
     decoder = GpuDecoder(packed_model())
     made = {name: sum(1 + one.right for one in passes) for name, passes in traces.items()}
-    cache = decoder.new_cache(None, capacity=CONTEXT + max(made.values()) + 2 * sum(drafting.MOST.values()))
+    made[ALONE] = max(made.values())
+    cache = decoder.new_cache(None, capacity=CONTEXT + made[ALONE] + 2 * sum(drafting.MOST.values()))
     fill(cache, CONTEXT)
     print(f"{torch.cuda.get_device_name()}, LLaMA-3-8B's shapes behind {CONTEXT} tokens, {JUDGE}")
+    contenders = {ALONE: partial(plain, decoder, cache, made[ALONE])}
+    contenders |= {name: partial(drafted, decoder, cache, passes) for name, passes in traces.items()}
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(1 + rounds):  # graphs are captured in the first
+        for name, run in contenders.items():
+            cache.crop(CONTEXT)
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            run()
+            torch.cuda.synchronize()
+            if number:
+                times[name].append((time.perf_counter() - started) / made[name])
     rows: dict[str, Any] = {}
     for name, passes in traces.items():
-        drafter = partial(drafted, decoder, cache, passes)
-        contenders = {"alone": partial(plain, decoder, cache, made[name]), "drafted": drafter}
-        times: dict[str, list[float]] = {one: [] for one in contenders}
-        for number in range(2 + rounds):  # graphs are captured the second time
-            for one, run in contenders.items():
-                cache.crop(CONTEXT)
-                torch.cuda.synchronize()
-                started = time.perf_counter()
-                run()
-                torch.cuda.synchronize()
-                if number > 1:
-                    times[one].append((time.perf_counter() - started) / made[name])
-        gain = statistics.median(a / b for a, b in zip(times["alone"], times["drafted"], strict=True))
-        speeds = {one: 1 / statistics.median(seconds) for one, seconds in times.items()}
+        gain = statistics.median(a / b for a, b in zip(times[ALONE], times[name], strict=True))
+        speeds = {one: 1 / statistics.median(times[one]) for one in (ALONE, name)}
         per_pass = made[name] / len(passes)
         rows[name] = {"tokens_per_s": speeds, "gain": gain, "per_pass": per_pass, "right": right(passes)}
         shares = " ".join(f"{share:.0%}" for share in rows[name]["right"][:4])
         print(
-            f"{name:20} {speeds['drafted']:6.1f} tokens/s, alone {speeds['alone']:6.1f}: {gain:.2f}x; "
+            f"{name:20} {speeds[name]:6.1f} tokens/s, alone {speeds[ALONE]:6.1f}: {gain:.2f}x; "
             f"{per_pass:.1f} tokens a pass; right at position 1, 2, ...: {shares}"
         )
     return rows

@@ -32,8 +32,6 @@ import torch
 from common import arguments, finish
 from gpu import say
 
-from otaro.sefp.precision import Precision
-
 SECTIONS: dict[str, Callable[[int], dict[str, Any]]] = {
     "layer": table2_products.layer,
     "batch": table2_products.batch,
