@@ -40,7 +40,7 @@ PROMPT = "prompt"
 MOST = {PROMPT: 10, "weights": 6}
 """Tokens that are drafted at a time."""
 _BELIEVED = 0.95  # of a draft that was not tried yet
-_SURE = 0.5  # the probability of a token after which a draft goes on
+_SURE = 0.7  # the probability of a token after which a draft goes on
 _MEMORY = 16  # tokens that a running mean goes back
 _FORGIVEN = 64  # steps after which a draft that did not pay is believed again
 _SAME = (4, 3, 2)  # tokens that must be the same for a text to go on as it did, the longer the better

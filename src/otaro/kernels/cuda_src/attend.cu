@@ -227,15 +227,17 @@ extern "C" __global__ void __launch_bounds__(kWarps* kWarp) attend(const __grid_
   const int kv_head = blockIdx.y / p.blocks, group = p.heads / p.kv_heads;
   const int in_group = blockIdx.y % p.blocks * HEADS, first_head = kv_head * group + in_group,
             heads_here = min(HEADS, group - in_group);
-  // rope_and_cache lets this begin when all before it have ended. So positions are there, and keys and values
-  // but for those that it writes: they come closer meanwhile.
-  const int position = p.positions[token];
+  // rope_and_cache lets this begin when all before it have ended. So positions are there (in the second-level
+  // cache: the first may have those of the last step), and keys and values but for those that it writes: they
+  // come closer meanwhile.
+  const int position = __ldcg(p.positions + token);
   const int first = p.window ? max(0, position + 1 - p.window) : 0, count = position + 1 - first;
   const int slice = (count + splits * kRound - 1) / (splits * kRound) * kRound,
             active = (count + slice - 1) / slice;
   const int begin = first + part * slice, end = min(begin + slice, position + 1);
   if (begin >= end) return;
-  const int64_t first_row = (static_cast<int64_t>(p.sequences[token]) * p.kv_heads + kv_head) * p.capacity;
+  const int64_t first_row =
+    (static_cast<int64_t>(__ldcg(p.sequences + token)) * p.kv_heads + kv_head) * p.capacity;
   if (threadIdx.x < 2) {
     constexpr int kRowBytes = kChunks * (KV_BITS ? 4 * kBaseWords : 2 * kBlock);
     const uint32_t* base = (threadIdx.x ? p.values : p.keys).base;
@@ -243,8 +245,9 @@ extern "C" __global__ void __launch_bounds__(kWarps* kWarp) attend(const __grid_
   }
   wait_for_predecessor();
 
-  // The first ones before queries, which are looked at before. Packed ones would take too many registers.
-  constexpr bool kEarly = KV_BITS == 0;
+  // The first ones before queries, which are looked at before. Packed ones would take too many registers, and
+  // so would those of large heads.
+  constexpr bool kEarly = KV_BITS == 0 && HEAD <= 128;
   Words keys[2], values[4];
   const auto load_tile = [&](int tile) {
 #pragma unroll
