@@ -696,16 +696,17 @@ auto tile_for(const Packed& weight) {
                                   : tile<false, false, Sums>;
 }
 
-// `whole_rows` of so few tokens at E5M4, E5M5, ...; null where it is no cheaper than to transpose.
+// `whole_rows` of two tokens and more, by precision; null where it is no cheaper than to transpose.
 auto few_whole_rows(int bits, int64_t tokens) {
   using WholeRows = decltype(&whole_rows<8, false, 2>);
-  static constexpr WholeRows kTwo[] = {whole_rows<4, false, 2>, whole_rows<5, false, 2>,
-                                       whole_rows<6, false, 2>, whole_rows<7, false, 2>,
-                                       whole_rows<8, false, 2>};
-  static constexpr WholeRows kMore[] = {whole_rows<8, false, 3>, whole_rows<8, false, 4>,
-                                        whole_rows<8, false, 5>};
-  if (tokens == 2 && bits > kCoarsest) return kTwo[bits - kCoarsest - 1];
-  return bits == kFinest && tokens >= 3 && tokens <= 5 ? kMore[tokens - 3] : WholeRows{};
+  static constexpr WholeRows kFew[kPlanes + 1][4] = {
+    {whole_rows<3, false, 2>},
+    {whole_rows<4, false, 2>, whole_rows<4, false, 3>},
+    {whole_rows<5, false, 2>, whole_rows<5, false, 3>, whole_rows<5, false, 4>},
+    {whole_rows<6, false, 2>, whole_rows<6, false, 3>, whole_rows<6, false, 4>},
+    {whole_rows<7, false, 2>, whole_rows<7, false, 3>, whole_rows<7, false, 4>},
+    {whole_rows<8, false, 2>, whole_rows<8, false, 3>, whole_rows<8, false, 4>, whole_rows<8, false, 5>}};
+  return tokens >= 2 && tokens <= 5 ? kFew[bits - kCoarsest][tokens - 2] : WholeRows{};
 }
 
 void many(const Packed& weight, const Activations& x, const Span* spans, int count, int64_t begin,

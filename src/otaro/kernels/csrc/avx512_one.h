@@ -7,7 +7,7 @@
 // each in a half, and eight such sums, sixteen units, are added up across to sixteen integers in one
 // register. Their terms go to memory, from where each row takes its own.
 //
-//   E5M3    64 bytes of base: the lower nibbles are one register, the upper ones the other.
+//   E5M3    Of one token the lower nibbles of 64 bytes of base are one register, the upper ones the other.
 //   base    Else a register has the first blocks of both units, the other the second ones. A byte permutation
 //           brings the nibbles of weights k, k + 4, k + 8, ... together, eight of a first block and eight of
 //           a second one; a shift by its own distance for each byte (vpmultishiftqb) takes them apart.
@@ -101,6 +101,10 @@ OTARO_ONCE void sum_rows(const float* terms, int64_t units, int64_t rows, float*
   }
 }
 
+// Whether codes are the lower nibbles of base, then the upper ones. With two tokens that is slower where base
+// comes from memory (docs/log.md).
+constexpr bool in_halves(int bits, int64_t tokens) { return bits == kCoarsest && tokens == 1; }
+
 // Activations as these kernels read them.
 struct Cycle {
   static constexpr int kMostPairs = 519, kMostTerms = 4096;
@@ -123,7 +127,7 @@ struct Cycle {
     pairs = units % 2 ? units : units / 2;
     if (pairs < 8) pairs = (pairs + 7) / pairs * pairs;
     if (!fits()) return;
-    const ByteOrder* orders = weight.bits > kCoarsest ? kOneOrders.digits : kOneOrders.digits_of_base;
+    const ByteOrder* orders = in_halves(weight.bits, tokens) ? kOneOrders.digits_of_base : kOneOrders.digits;
     int8_t* out = digits;
     for (int64_t pair = 0; pair < there(); ++pair)
       for (int64_t t = 0; t < tokens; ++t, out += kPairDigits) {
@@ -204,12 +208,13 @@ struct One {
   };
 
   // From 64 bytes of base, planes as matrices, and 16 bytes of the fifth.
+  template <int Tokens>
   static OTARO_INLINE Codes unpacked(__m512i base, __m512i matrices, __m128i last) {
     const __m512i upper = _mm512_set1_epi8(static_cast<char>(0xf0)),
                   unit_vectors = _mm512_set1_epi64(0x8040201008040201);
     Codes out;
     auto& [codes, fifth] = out;
-    if constexpr (kPlanesUsed > 0) {
+    if constexpr (!in_halves(M, Tokens)) {
       const __m512i nibbles = _mm512_permutexvar_epi8(in_order(kOneOrders.base), base);
       const __m512i bits = _mm512_gf2p8affine_epi64_epi8(unit_vectors, matrices, 0);
       const __m512i of_blocks[2] = {bits, _mm512_srli_epi16(bits, 4)};
@@ -306,7 +311,7 @@ struct One {
       __m128i fifth = _mm_setzero_si128();
       if constexpr (M == kFinest)
         fifth = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes.planes[4] + at + i * 2 * kUnitPlane));
-      codes[i] = unpacked(of_pair, matrices(bytes, at, i), fifth);
+      codes[i] = unpacked<Tokens>(of_pair, matrices(bytes, at, i), fifth);
       if constexpr (words(Tokens)) widen(codes[i], as_words[i]);
     }
 #pragma GCC unroll 5
