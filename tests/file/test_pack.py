@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 import otaro
-from otaro.errors import CheckpointError, FormatError, TargetError, WeightError
+from otaro.errors import CheckpointError, FormatError, OtaroWarning, TargetError, WeightError
 from otaro.file import pack as pack_module
 from otaro.file.header import shard_name
 from otaro.file.io import NestedDirectory
@@ -520,7 +520,8 @@ def test_overwriting_puts_the_record_of_another_model_aside(checkpoint_dir, make
     name = f"quality-{record['model'][:12]}"
     (out / "quality.json").write_text(json.dumps(record))
     (out / f"{name}.json").write_text("an even older one")
-    otaro.pack(checkpoint_dir, out, overwrite=True)
+    with pytest.warns(OtaroWarning, match=f"about the model that was there, and is kept as {name}-2.json"):
+        otaro.pack(checkpoint_dir, out, overwrite=True)
     assert not (out / "quality.json").exists()
     assert json.loads((out / f"{name}-2.json").read_text()) == record
     assert (out / f"{name}.json").read_text() == "an even older one"
@@ -530,7 +531,8 @@ def test_overwriting_puts_the_record_of_another_model_aside(checkpoint_dir, make
 def test_a_damaged_record_is_put_aside_in_the_same_folder(checkpoint_dir, nested_dir, tmp_path, text):
     out = shutil.copytree(nested_dir, tmp_path / "out")
     (out / "quality.json").write_text(text)
-    otaro.pack(checkpoint_dir, out, overwrite=True)
+    with pytest.warns(OtaroWarning, match="kept as quality-damaged.json"):
+        otaro.pack(checkpoint_dir, out, overwrite=True)
     assert (out / "quality-damaged.json").read_text() == text
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

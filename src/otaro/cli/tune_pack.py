@@ -66,7 +66,9 @@ def calibrate(
     device = model.device
     scratch = out / ".calibrated.partial"
     packed = scratch / "nested"
-    shutil.rmtree(scratch, ignore_errors=True)  # of a run that was killed here
+    if scratch.exists():
+        console.remark("--calibrate: was cut off before, and begins again")
+        shutil.rmtree(scratch, ignore_errors=True)
     try:
         with console.progress_bar("calibrating (million weights)", 1_000_000) as progress:
             model.cpu()  # the room is for the layer at work

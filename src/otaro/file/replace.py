@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Sequence
 from itertools import chain, count
 from pathlib import Path
 
-from otaro.errors import TargetError
+from otaro.errors import OtaroWarning, TargetError
 from otaro.file.header import BASE, is_digest, shard_name
 from otaro.sefp.precision import FINEST
 
@@ -75,6 +76,9 @@ def carry_over(old: Path, new: Path, model: str, replaced: Sequence[str]) -> Non
             shutil.copytree(path, kept, symlinks=True)
         else:
             shutil.copy2(path, kept, follow_symlinks=False)
+        if kept.name != path.name:
+            what = f"{old / path.name} is about the model that was there, and is kept as {kept.name}"
+            warnings.warn(what, OtaroWarning, stacklevel=2)
 
 
 def _place_of_record(path: Path, new: Path, model: str) -> Path:

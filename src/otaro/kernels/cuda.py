@@ -42,9 +42,9 @@ _COLUMNS = (8, 16)  # tokens that `batch` is compiled for
 _DECODED_ROWS = 4  # that a thread of `decode` has a word of
 _LONG_ROW = 8 * _LANES  # units: eight steps of a warp
 _CROWDED = 7
-"""Mantissa bits at which `linear`, with one token, is held to the registers of which a multiprocessor has enough
-for three blocks. The compiler would take more, so that two fit: a twelfth more time on an H200. Others fit, or
-would have to keep some of them in memory."""
+"""Mantissa bits at which `linear`, with one token, is held to the registers of which a multiprocessor has
+enough for three blocks. The compiler would take more, so that two fit: a twelfth more time on an H200. Others
+fit, or would have to keep some of them in memory."""
 # bytes of activations that a block keeps to itself: two blocks then still share a multiprocessor
 _MOST_SHARED = 96 << 10
 
