@@ -405,6 +405,30 @@ def test_files_that_are_there_stay(server, tmp_path):
     assert {name: data for name, data in content(out).items() if name in before} == before
 
 
+def test_a_base_shard_that_was_deleted_comes_again(server, packed, tmp_path):
+    """As the refusal of a damaged one tells people to delete it."""
+    out = tmp_path / "out"
+    fetch(server.address, out)
+    (out / "notes").write_text("mine")
+    for name in (SHARDS[0], SHARDS[3]):
+        (out / name).unlink()
+    assert fetch(server.address, out).names == [SHARDS[0], SHARDS[3]]
+    assert (out / "notes").read_text() == "mine"
+    (out / "notes").unlink()
+    assert same(out, packed)
+
+
+def test_planes_without_a_base_shard_are_not_joined_to_another_models(packed, tmp_path):
+    out = tmp_path / "out"
+    fetch(packed, out)
+    (out / SHARDS[0]).unlink()
+    before = content(out)
+    with pytest.raises(FormatError, match=f"{SHARDS[1]} belongs to another model"):
+        fetch(packed.parent / "other", out)
+    assert content(out) == before
+    assert not (out / FOLDER).exists()
+
+
 CHILD = "import sys; from otaro.file.fetch import fetch; fetch(sys.argv[1], sys.argv[2])"
 
 

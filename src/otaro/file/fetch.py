@@ -22,9 +22,10 @@ from pathlib import Path
 from otaro.errors import DigestError, FetchError, FormatError, OtaroError, ShardMissingError, TargetError
 from otaro.file.atomic import alone, explained, flush
 from otaro.file.checkpoint import HUB
-from otaro.file.header import BASE, Header, shard_name
+from otaro.file.header import BASE, Header, check_plane, read_header, shard_name
 from otaro.file.hub import Hub
 from otaro.file.io import NestedDirectory
+from otaro.file.planes import PLANES
 from otaro.file.remote import CHUNK, PAUSES, Offer, RemoteModel, read_small
 from otaro.file.run import refuse_run
 from otaro.file.source import CONFIG, Changed, CutOff, Directory, Source, find_source
@@ -70,7 +71,7 @@ def fetch(
     with explained(target), alone(target):
         nested = _there(target)
         remote = RemoteModel(source, None if nested is None else nested.base.header)
-        offers = _missing(remote, nested, precision)
+        offers = _missing(remote, nested, target, precision)
         if nested is not None and not offers and (theirs := RemoteModel(source).model) != nested.model:
             raise TargetError(
                 f"{out} holds another model (identity {nested.model[:12]}) than {source} ({theirs[:12]}); "
@@ -82,7 +83,8 @@ def fetch(
         under_way.mkdir(parents=True, exist_ok=True)
         count = _Count(progress, sum(offer.size for offer in offers))
         try:
-            names = _bring_beside(source, under_way / _BESIDE, target if nested else None)
+            kept = target if nested or _planes_of(target) else None
+            names = _bring_beside(source, under_way / _BESIDE, kept)
             for offer in offers:
                 part = _bring_shard(remote, offer, under_way, count)
                 _place_all(under_way / _BESIDE, target)
@@ -121,17 +123,29 @@ def _there(target: Path) -> NestedDirectory | None:
         raise TargetError(f"{target} exists and is not a directory; choose another place")
     if (target / shard_name(BASE)).is_file():
         return NestedDirectory(target)
-    if target.is_dir() and any(target.iterdir()) and not (target / FOLDER).is_dir():
+    begun = (target / FOLDER).is_dir() or _planes_of(target)
+    if target.is_dir() and any(target.iterdir()) and not begun:
         raise TargetError(f"{target} exists, is not empty and holds no nested model; choose another place")
     return None
 
 
-def _missing(remote: RemoteModel, nested: NestedDirectory | None, precision: Precision | None) -> list[Offer]:
+def _planes_of(target: Path) -> list[int]:
+    """Planes that `target` has shards of."""
+    return [plane for plane in PLANES if (target / shard_name(plane)).is_file()]
+
+
+def _missing(
+    remote: RemoteModel, nested: NestedDirectory | None, target: Path, precision: Precision | None
+) -> list[Offer]:
     """What is to come, in the order of planes; refused where the source lacks a part of it."""
-    offers = []
+    offers, there = [], _planes_of(target)
+    for plane in there if nested is None else ():  # their base shard is gone
+        check_plane(read_header(target / shard_name(plane), plane), remote.base)
     for plane in range(BASE, (precision.mantissa_bits if precision else FINEST) + 1):
-        if nested is not None and (plane == BASE or (nested.path / shard_name(plane)).is_file()):
+        if nested is not None and (plane == BASE or plane in there):
             nested.plane(plane)  # refuses one that is damaged or another model's
+            continue
+        if plane in there:
             continue
         offer = remote.offer(plane) if plane != BASE else remote.base_offer()
         if offer is None and precision is None:
@@ -273,7 +287,7 @@ def _sound(path: Path, header: Header) -> tuple[int, str | None]:
 def _bring_beside(source: Source, folder: Path, target: Path | None) -> list[str]:
     """Fetch the small files that `target` lacks: the configuration, which must be, tokenizer, licence.
 
-    Before there is a base shard that is everything, also what came before: it may be another model's.
+    Before there is a shard that is everything, also what came before: it may be another model's.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
