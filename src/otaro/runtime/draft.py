@@ -17,9 +17,9 @@ How many tokens are drafted: as many as pay. If a token is right with chance a, 
 + ... + a^k on average, and cost 1 + s + k (c + e) passes of the judge: c is a step of the draft, s and e what
 several tokens in a pass take (`decoder.Costs`). The k of the best ratio is taken, 0 if that is it; a is a
 running mean of what was right, and what is not tried is slowly believed again. Besides, the weights stop
-after a token that they give less than half of the probability: many of those are wrong, and few of the
-others. (A GPU that goes on by itself is not asked.) No clock has a say: what a request says, and how, depends
-on the request alone.
+after a token that they are not sure of (`_SURE`): many of those are wrong, and few of the others. (A GPU that
+goes on by itself is not asked.) No clock has a say: what a request says, and how, depends on the request
+alone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PROMPT = "prompt"
 MOST = {PROMPT: 10, "weights": 6}
 """Tokens that are drafted at a time."""
 _BELIEVED = 0.95  # of a draft that was not tried yet
-_SURE = 0.7  # the probability of a token after which a draft goes on
+_SURE = 0.7  # the probability of a token after which a draft goes on: chosen on held-out text (docs/log.md)
 _MEMORY = 16  # tokens that a running mean goes back
 _FORGIVEN = 64  # steps after which a draft that did not pay is believed again
 _SAME = (4, 3, 2)  # tokens that must be the same for a text to go on as it did, the longer the better
