@@ -211,6 +211,12 @@ size_t begun(std::string_view text, size_t at) {
   return size;
 }
 
+// What was written is where it goes, or the end: an answer that nobody gets is no success.
+void flush() {
+  if (std::fflush(stdout) || std::ferror(stdout))
+    fail(std::string("the text cannot be written: ") + std::strerror(errno));
+}
+
 // Bytes as they come, written in whole characters. What will never be one becomes U+FFFD, as everywhere.
 class Output {
  public:
@@ -234,7 +240,7 @@ class Output {
       at += size ? size : part;
     }
     held_.erase(0, at);
-    std::fflush(stdout);
+    flush();
   }
 
   std::string held_;
@@ -425,7 +431,7 @@ class Session {
     }
     out.end();
     if (told.made || !echo.empty() || asked_to_stop) std::printf("\n");
-    std::fflush(stdout);
+    flush();
     note_positions();
     told.prompt_s = seconds(read - began), told.rest_s = seconds(std::chrono::steady_clock::now() - read);
     if (told.made || asked_to_stop) told.print();

@@ -465,12 +465,28 @@ def test_before_its_first_number_a_schedule_leaves_the_precision_as_it_is(packed
     assert "E5M4, then E5M8: 6 tokens" in run(*words, "--schedule", "3:E5M8").stderr
 
 
-def test_a_chat_outlives_a_draft_that_is_no_longer_coarser(packed):
-    lines = "The list\n/precision E5M3\nThe list\n/draft off\nThe list\n/draft nobody\n"
+def test_a_chat_goes_on_without_a_draft_that_is_no_longer_coarser(packed):
+    lines = "The list\n/precision E5M3\nThe list\n/draft E5M3\n/draft off\nThe list\n/draft nobody\n"
     result = run("chat", packed, "--draft", "E5M4", "--max-new-tokens", 4, text=lines)
-    assert "/draft E5M4: a draft is coarser than what it serves" in " ".join(result.stderr.split())
-    assert result.stderr.count("4 tokens") == 2
+    assert "drafts wait: E5M4 is not coarser than that" in " ".join(result.stderr.split())
+    assert "/draft E5M3: a draft is coarser than what it serves" in " ".join(result.stderr.split())
+    assert result.stderr.count("4 tokens") == 3
     assert "/draft nobody: give a precision, prompt, or prompt+E5M3" in result.stderr
+
+
+@pytest.mark.parametrize("command", [("generate", "--prompt", "The list"), ("chat",)])
+def test_a_draft_that_could_never_serve_is_refused_before_a_word_is_said(packed, command):
+    result = refused(command[0], packed, *command[1:], "-p", "E5M3", "--draft", "E5M3")
+    assert "--draft E5M3: a draft is coarser than what it serves" in str(result.exception)
+    assert result.stdout == ""
+
+
+def test_a_command_line_that_is_not_utf8_is_refused(packed):
+    words = [sys.executable, "-m", "otaro", "generate", os.fsencode(packed), "--prompt", b"\xff\xfe bad"]
+    done = subprocess.run(words, capture_output=True, encoding="utf-8", timeout=120)
+    assert done.returncode == 1
+    assert "is not UTF-8" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_chat_takes_phases_and_packed_keys(packed):

@@ -189,6 +189,9 @@ def test_an_interruption_says_what_is_kept(model, text, monkeypatch):
     words = ("eval", model, "--text", text, "--window", 64, "--precision", "E5M8,E5M3")
     with monkeypatch.context() as patched:
         patched.setattr(evaluation, "read", once)
+        done.append(1)
+        assert "interrupted; nothing was finished yet" in invoke(*words).stderr
+        done.clear()
         stopped = invoke(*words)
     assert stopped.exit_code == 130
     assert "interrupted; what was finished is kept in" in stopped.stderr

@@ -310,6 +310,12 @@ def test_usage_and_version(otaro_run, model_dir):
     assert bare.returncode == 2
     assert bare.stderr == ran(otaro_run, "--help").stdout
     assert ran(otaro_run, "--version").stdout.startswith(f"otaro-run {otaro.__version__}, ")
+    with open("/dev/full", "w") as full:
+        lost = subprocess.run(
+            [otaro_run, model_dir, "--prompt", PROMPT], stdout=full, stderr=subprocess.PIPE, timeout=300
+        )
+    assert lost.returncode == 1
+    assert b"the text cannot be written: No space left on device" in lost.stderr
     empty = ran(otaro_run, model_dir, "--prompt", "")
     assert empty.returncode == 1
     assert "the text holds no token" in empty.stderr

@@ -508,6 +508,8 @@ def test_what_cannot_be_is_refused_at_once(model, copy_of, make_nested):
         ({"precision": ["E5M4"]}, "a request has one precision"),
         ({"precision": "E5M4", "decode": "E5M3"}, "give either precision"),
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens=1.5"),
+        ({"max_new_tokens": "5"}, "max_new_tokens='5'"),
         ({"deadline": 0}, "deadline=0"),
         ({"logprobs": 121}, "logprobs=121"),
         ({"watched": [3, 120]}, "token 120"),
@@ -520,13 +522,16 @@ def test_what_cannot_be_is_refused_at_once(model, copy_of, make_nested):
         ([], "no token"),
         ([[1, 2]], "a flat list of tokens"),
         ([1.5], "a flat list of tokens"),
+        (b"bytes", "a flat list of tokens"),
+        (None, "a flat list of tokens"),
+        ("half \ud800", "character 5 is half of a surrogate pair"),
         ([1, 120], "token 120 is not in the vocabulary of 120"),
     ]:
         with pytest.raises(OtaroError, match=what):
             scheduler.submit(prompt, **TOKENS)
     with pytest.raises(OtaroError, match=r"has no tokenizer.*or give tokens with text=False"):
         scheduler.submit([1, 2])
-    for options in ({"max_sequences": 0}, {"max_sequences": 65}, {"chunk": 0}):
+    for options in ({"max_sequences": 0}, {"max_sequences": 65}, {"chunk": 0}, {"cache_bytes": -1}):
         with pytest.raises(OtaroError, match=f"{next(iter(options))}={next(iter(options.values()))}"):
             Scheduler(model, **options)
     assert scheduler.waiting == 0
@@ -687,3 +692,5 @@ def test_a_model_that_no_decoder_serves_is_refused(make_nested):
     hooked.lm_head.register_forward_hook(lambda *args: None)
     with pytest.raises(OtaroError, match="none serves this model: it has forward hooks"):
         Scheduler(hooked)
+    with pytest.raises(OtaroError, match="this Linear has no precision to switch"):
+        Scheduler(torch.nn.Linear(2, 2))

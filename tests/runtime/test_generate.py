@@ -367,10 +367,14 @@ def test_contradictions_and_missing_shards_are_refused(model, make_nested, copy_
         ({"schedule": {0: "E5M8"}, "decode": "E5M3"}, "either schedule"),
         ({"schedule": {-1: "E5M8"}}, "-1"),
         ({"schedule": {"0": "E5M8"}}, "'0'"),
+        ({"schedule": "0:E5M8"}, "schedule='0:E5M8': give a mapping"),
         ({"prefill": "E5M9"}, "E5M9"),
     ):
         with pytest.raises(PrecisionError, match=message):
             by_decoder(model, **options)
+    for ids in (torch.tensor([[10.7, 20.2]]), torch.zeros(0, 3, dtype=torch.long)):
+        with pytest.raises(OtaroError, match="tokens are whole numbers"):
+            model.generate(ids, max_new_tokens=2)
     with pytest.raises(OtaroError, match="give either"):
         by_decoder(model, kv="E5M7", past_key_values=decoder_of(model).new_cache())
     partial = otaro.load(copy_of(make_nested("llama"), planes=(3, 4)))

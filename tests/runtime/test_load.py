@@ -201,6 +201,8 @@ def test_from_pretrained_accepts_a_device_map(nested_dir, logits):
 def test_an_unknown_precision_is_refused(nested_dir):
     with pytest.raises(PrecisionError, match=r"unknown precision 'E5M9'; the precisions are E5M8, .*, E5M3"):
         otaro.load(nested_dir, "E5M9")
+    with pytest.raises(PrecisionError, match=r"precision=\['E5M4'\]: give one such as E5M4"):
+        otaro.load(nested_dir, ["E5M4"])
     with pytest.raises(PrecisionError, match="unknown precision 'm4'"):
         AutoModelForCausalLM.from_pretrained(nested_dir, quantization_config=otaro.SefpConfig(precision="m4"))
 

@@ -22,6 +22,7 @@ from otaro.cli.generate import (
     TemperatureOption,
     TopKOption,
     TopPOption,
+    check_coarser,
     check_draft,
     open_model,
     phases,
@@ -81,6 +82,7 @@ def chat(
     check_draft(draft)
     model, tokenizer = open_model(directory, precision, device, Hub(revision, token, cache_dir))
     with console.named_as_options():
+        check_coarser(model, draft, chosen)
         session = ChatSession(model, tokenizer, Precision(kv) if kv else None, system)
     at = console.describe_precision(model)
     console.err.print(
@@ -103,7 +105,7 @@ def chat(
                 break
             _command(session, line, options)
         elif line:
-            _answer(session, line, options)
+            _answer(session, line, _drafted(session, options))
 
 
 def _read_line(prompt: str) -> str | None:
@@ -132,10 +134,14 @@ def _command(session: Any, line: str, options: dict[str, Any]) -> None:
             console.err.print(
                 f"now at {at}, {session.cached_tokens} tokens kept in the cache", highlight=False
             )
+            if _drafted(session, options) is not options:
+                console.remark(f"drafts wait: {options['draft']} is not coarser than that")
     elif command == "/draft" and len(arguments) == 1:
         try:
             with console.named_as_options("/"):
-                options["draft"] = Draft.of(None if arguments[0] == "off" else arguments[0])
+                draft = Draft.of(None if arguments[0] == "off" else arguments[0])
+                check_coarser(session.model, draft, options)
+                options["draft"] = draft
         except otaro.OtaroError as error:
             _refused(error)
         else:
@@ -147,6 +153,17 @@ def _command(session: Any, line: str, options: dict[str, Any]) -> None:
         if command not in ("/help", "/precision", "/draft"):
             console.remark(f"unknown command {command}; there are:")
         console.remark(HELP)
+
+
+def _drafted(session: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """The options, without a draft that is not coarser than what the model runs at by now."""
+    from otaro.errors import OtaroError
+
+    try:
+        check_coarser(session.model, options["draft"], options)
+    except OtaroError:
+        return {**options, "draft": None}
+    return options
 
 
 def _refused(error: Exception) -> None:

@@ -166,10 +166,11 @@ def evaluate(
     except otaro.errors.TargetError as error:
         raise otaro.OtaroError(f"{error}, with --out DIR") from error
     except KeyboardInterrupt:
-        kept = f"what was finished is kept in {record.path}; the same command goes on from there"
-        console.err.print(
-            f"interrupted; {kept if record.path else 'nothing is kept without --out DIR'}", highlight=False
-        )
+        kept = "nothing is kept without --out DIR"
+        if record.path:
+            kept = f"what was finished is kept in {record.path}; the same command goes on from there"
+            kept = kept if record.path.exists() else "nothing was finished yet"
+        console.err.print(f"interrupted; {kept}", highlight=False)
         raise typer.Exit(130) from None
     if json:
         console.print_json(_report(evaluation, record.path, entries))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,6 +13,7 @@ from otaro.cli.help import page
 
 if TYPE_CHECKING:
     from otaro.file.hub import Hub
+    from otaro.runtime.draft import Draft
 
 DirectoryArgument = Annotated[
     str, typer.Argument(metavar="DIR", help="A nested directory, or the Hub id of one.")
@@ -120,6 +122,7 @@ def generate(
         None if json else TextStreamer(tokenizer, skip_prompt=system is not None, skip_special_tokens=True)
     )
     with console.named_as_options():
+        check_coarser(model, draft, chosen)
         output = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -163,6 +166,26 @@ def check_draft(draft: str | None) -> None:
 
     with console.named_as_options():
         Draft.of(draft)
+
+
+def check_coarser(model: Any, draft: str | Draft | None, chosen: Mapping[str, Any]) -> None:
+    """Refuse a draft that could never serve these precisions, before anything is said."""
+    from otaro.runtime.architectures import packed_modules
+    from otaro.runtime.draft import Draft, Drafter
+    from otaro.runtime.modules import bits_of
+    from otaro.runtime.phases import Phases, steps_and_rows
+    from otaro.runtime.precision import attachment
+    from otaro.runtime.report import Generation
+    from otaro.runtime.serving import why_not
+
+    wanted = Draft.of(draft)
+    if wanted is None or why_not(model):  # which `generate` refuses
+        return
+    prefill, decode, schedule = (chosen.get(name) for name in ("prefill", "decode", "schedule"))
+    steps, _ = steps_and_rows(prefill, decode, schedule, None)
+    attached, modules = attachment(model), packed_modules(model)
+    judges = Phases(attached, steps, modules).writing_bits(bits_of(modules, attached.nested))
+    Drafter(wanted, judges, Generation())
 
 
 def read_text(file: Any, line: bool = False) -> str:

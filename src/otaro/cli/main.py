@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -104,11 +105,21 @@ def wait_asleep() -> None:
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
+def check_words(words: Sequence[str]) -> None:
+    """Refuse a command line that is not UTF-8, which tokenizers and files of weights could not take."""
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise otaro.OtaroError(f"{os.fsencode(word)!r} on the command line is not UTF-8") from None
+
+
 def main() -> None:
     """Run the command line; a refusal becomes one clear line and exit status 1, of several processes too."""
     processes.mute_others()
     wait_asleep()
     try:
+        check_words(sys.argv[1:])
         app()
     except otaro.OtaroError as error:
         _end(str(error))

@@ -357,10 +357,11 @@ def random_ids(vocabulary: int, count: int) -> list[int]:
 def _check_positions(config: Any, settings: Settings) -> None:
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and settings.positions > limit:
-        raise OtaroError(
-            f"the model has {limit} positions, but --prompt-tokens {settings.prompt_tokens}, "
-            f"--context {settings.context} and --tokens {settings.tokens} take {settings.positions}"
-        )
+        taken = f"--prompt-tokens takes {settings.prompt_tokens}"
+        if settings.prompt_tokens <= limit:
+            together = settings.context + settings.tokens
+            taken = f"--context {settings.context} and --tokens {settings.tokens} take {together}"
+        raise OtaroError(f"the model has {limit} positions, but {taken}")
 
 
 @contextmanager

@@ -66,6 +66,8 @@ class Engine:
           Without any the model is run as it is set when a step begins.
         - `max_new_tokens`: by default 256, or fewer where a model has no more positions, or the engine no
           more memory.
+        - `draft`: who writes ahead, to be checked at the request's precision: a coarser one, "prompt" (what
+          followed in the text before) or "prompt+E5M3"; by default nobody.
         - `sampling`: the likeliest tokens, unless an `otaro.Sampling` says otherwise.
         - `stop`: texts and tokens that end the answer and are not part of its text, besides the model's own
           end of text; `ignore_eos` goes on past that.

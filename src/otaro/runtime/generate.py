@@ -123,6 +123,10 @@ class Generates:
         **kwargs: Any,
     ) -> Any:
         """As transformers' `generate`, with precisions by phase or by row; see the head of this module."""
+        ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+        if isinstance(ids, torch.Tensor) and (not ids.numel() or ids.is_floating_point()):
+            what = f"{str(ids.dtype).removeprefix('torch.')} {list(ids.shape)}"
+            raise OtaroError(f"tokens are whole numbers, [rows, tokens], one of each at least, not {what}")
         steps, rows = steps_and_rows(prefill, decode, schedule, precision)
         phases = Phases(attachment(self), steps)
         cache = kwargs.get("past_key_values")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from otaro.errors import CheckpointError, FormatError, OtaroError, SlowWarning, brief
+from otaro.errors import CheckpointError, FormatError, OtaroError, PrecisionError, SlowWarning, brief
 from otaro.file.checkpoint import BUILTIN, resolve_nested
 from otaro.file.fits import Fit, finest_of, is_fit, known
 from otaro.file.header import BASE, shard_name
@@ -46,6 +47,10 @@ def load(
 
     check_device(device)
     _warn_of_slowness(torch.device(device))
+    if not isinstance(precision, str | Precision | Fit | Mapping | None):
+        raise PrecisionError(
+            f"precision={precision!r}: give one such as E5M4, or a mapping of modules to them"
+        )
     by_pattern = {"*": precision} if isinstance(precision, str | Precision | Fit) else dict(precision or {})
     if str(model) == BUILTIN:
         raise FormatError(
@@ -99,7 +104,10 @@ def load_tokenizer(path: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # whatever a strange tokenizer makes transformers stumble over
-        raise CheckpointError(f"{path}: transformers cannot open its tokenizer: {brief(error)}") from error
+        what = brief(error).rstrip(":")
+        if not (path / "tokenizer.json").is_file():
+            what += "; it has no tokenizer.json: copy the tokenizer files of the original model into it"
+        raise CheckpointError(f"{path}: transformers cannot open its tokenizer: {what}") from error
 
 
 def check_device(device: str | torch.device) -> None:

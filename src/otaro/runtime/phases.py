@@ -89,6 +89,9 @@ def steps_and_rows(
         raise PrecisionError(
             "a schedule says all there is to say: give either schedule, or prefill and decode"
         )
+    if not isinstance(schedule, Mapping | None):
+        example = '{0: "E5M8", 100: "E5M4"}'
+        raise PrecisionError(f"schedule={schedule!r}: give a mapping from numbers of new tokens, {example}")
     steps = dict(schedule or {})
     if prefill is not None:
         steps[0] = prefill

@@ -146,11 +146,14 @@ def _logprobs(
 def tokens_of(prompt: Prompt, tokenizer: Callable[[], Any], vocabulary: int) -> list[int]:
     """The tokens of a prompt; refused where a model of this vocabulary cannot read them."""
     if isinstance(prompt, str):
-        ids = list(tokenizer()(prompt)["input_ids"])
-    elif any(isinstance(one, Mapping) for one in prompt):
+        text = whole_text("the prompt", prompt)
+        ids = list(tokenizer()(text)["input_ids"])
+    elif isinstance(prompt, Iterable) and any(isinstance(one, Mapping) for one in prompt):
         ids = chat_tokens(tokenizer(), list(prompt))  # type: ignore[arg-type]
     else:
         try:
+            if isinstance(prompt, bytes | bytearray):  # which would be taken for tokens
+                raise TypeError
             ids = [index(one) for one in prompt]  # type: ignore[arg-type]
         except TypeError:
             raise OtaroError(
@@ -164,6 +167,16 @@ def tokens_of(prompt: Prompt, tokenizer: Callable[[], Any], vocabulary: int) -> 
     return ids
 
 
+def whole_text(what: str, text: str) -> str:
+    """The text; refused where it has halves of surrogate pairs, which tokenizers cannot read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        wrong = f"character {error.start} is half of a surrogate pair"
+        raise OtaroError(f"{what} is no Unicode text: {wrong}") from None
+    return text
+
+
 def stops_of(
     stop: str | int | Iterable[str | int], tokenizer: Callable[[], Any]
 ) -> tuple[list[str], set[int]]:
@@ -175,7 +188,7 @@ def stops_of(
         if isinstance(one, str) and one in tokenizer().all_special_tokens:
             ends.add(int(tokenizer().convert_tokens_to_ids(one)))
         elif isinstance(one, str):
-            texts.append(one)
+            texts.append(whole_text("stop", one))
         else:
             ends.add(int(one))
     return texts, ends

@@ -55,9 +55,10 @@ class Scheduler(Loop):
         """As `Engine`."""
         if chunk is not None and chunk < 1:
             raise OtaroError(f"chunk={chunk}: prompts are read one token at a time, or more")
+        self.model, self._attached = model, attachment(model)
         if reason := why_not(model):
             raise OtaroError(f"the engine needs a decoder, and none serves this model: {reason}")
-        self.model, self._attached, self._modules = model, attachment(model), packed_modules(model)
+        self._modules = packed_modules(model)
         decoder = decoder_of(model)
         self.max_sequences, most = max_sequences, decoder.max_sequences
         if not 0 < max_sequences <= most:
@@ -278,8 +279,8 @@ class Scheduler(Loop):
 
     def _limit(self, prompt: int, asked: int | None) -> int:
         """New tokens at most."""
-        if asked is not None and asked < 1:
-            raise OtaroError(f"max_new_tokens={asked}: one at least")
+        if asked is not None and (not isinstance(asked, int) or asked < 1):
+            raise OtaroError(f"max_new_tokens={asked!r}: give a whole number, one at least")
         left = self.context + 1 - prompt  # the last one is not read
         if left >= (asked or 1):
             return asked or min(left, _NEW)

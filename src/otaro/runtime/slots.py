@@ -34,6 +34,8 @@ class Slots:
         probe: DecoderCache = decoder.new_cache(kv, 1, _FIXED)
         decoder.forward([0], probe)
         self._pooled, self._chunks = probe.pooled, chunks
+        if nbytes is not None and (not isinstance(nbytes, int) or nbytes < 1):
+            raise OtaroError(f"cache_bytes={nbytes!r}: give a whole number of bytes, such as {64 << 20}")
         self._block, block_bytes = _POOLED if self._pooled else _FIXED, probe.nbytes
         self.token_bytes = block_bytes / self._block
         self.nbytes = count * self._blocks(_CONTEXT) * block_bytes if nbytes is None else nbytes
