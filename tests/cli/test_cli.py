@@ -54,6 +54,16 @@ def test_pack_reports_as_json(tmp_path):
     assert sorted(SHARDS) == sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
 
 
+def test_a_model_without_a_tokenizer_is_packed_and_that_is_said(tmp_path):
+    bare = shutil.copytree(MODEL_DIR, tmp_path / "bare")
+    for path in bare.glob("tokenizer*"):
+        path.unlink()
+    said = run("pack", bare, tmp_path / "out").stderr
+    assert "has no tokenizer: to read and write text, copy its files into" in " ".join(said.split())
+    message = f"{tmp_path / 'out'} has no tokenizer; copy the tokenizer files"
+    assert message in str(refused("generate", tmp_path / "out", "--prompt", "The").exception)
+
+
 @pytest.mark.parametrize("before", [False, True], ids=["no target", "old target"])
 def test_an_interrupted_pack_leaves_things_as_they_were_and_says_so_in_a_line(
     packed, tmp_path, monkeypatch, before

@@ -128,6 +128,10 @@ def pack(
     for note in notes:
         console.err.print(f"note: {console.escape(str(note.message))}", highlight=False)
     from otaro.file.summary import precision_summary, unpacked
+    from otaro.runtime.load import has_tokenizer
+
+    if not has_tokenizer(out):
+        console.remark(f"note: {model} has no tokenizer: to read and write text, copy its files into {out}")
 
     sizes, left = [precision_summary(nested, precision) for precision in PRECISIONS], unpacked(nested)
     total = sum(path.stat().st_size for path in out.glob("model-m*.safetensors"))

@@ -93,13 +93,17 @@ def _known(precision: str | Precision | Fit, model: str | os.PathLike[str], hub:
     return precision if isinstance(precision, Fit) else Precision(precision)
 
 
+def has_tokenizer(path: Path) -> bool:
+    """Whether a directory has files of one."""
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    return any((path / name).is_file() for name in names)
+
+
 def load_tokenizer(path: Path) -> Any:
     """The tokenizer in a model's directory; refused by name where there is none."""
     from transformers import AutoTokenizer
 
-    if not any(
-        (path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-    ):
+    if not has_tokenizer(path):
         raise OtaroError(f"{path} has no tokenizer; copy the tokenizer files of the original model into it")
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
