@@ -205,3 +205,10 @@ def test_a_packed_embedding_cannot_be_resized(make_nested):
         ):
             model.resize_token_embeddings(**arguments)
     assert model.resize_token_embeddings() is model.resize_token_embeddings(120) is model.model.embed_tokens
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_damaged_generation_config_is_refused_by_name(victim, text):
+    (victim / "generation_config.json").write_text(text)
+    with pytest.raises(FormatError, match=r"generation_config\.json is no JSON object"):
+        otaro.load(victim)

@@ -63,6 +63,7 @@ def load(
     nested = NestedDirectory(path)  # says what is wrong before transformers gets to see the directory
     nested.require(max(named, default=nested.finest))
     config = _read_config(path)
+    _check_generation_config(path)
     others = found.get("*")
     if isinstance(others, Precision):
         del found["*"]
@@ -142,6 +143,17 @@ def _warn_of_slowness(device: torch.device) -> None:
         name, reason = ops.backend(device)
         if name == "reference":
             warnings.warn(f"{device} has no kernels and will be slow: {reason}", SlowWarning, stacklevel=3)
+
+
+def _check_generation_config(path: Path) -> None:
+    """Refuse one that transformers would pass over without a word: it has the end of a text."""
+    file = path / "generation_config.json"
+    try:
+        fine = not file.is_file() or isinstance(json.loads(file.read_text()), dict)
+    except ValueError:
+        fine = False
+    if not fine:
+        raise FormatError(f"{file} is no JSON object; fetch it from where the shards came from, or delete it")
 
 
 def _read_config(path: Path) -> Any:
