@@ -23,6 +23,7 @@ from otaro.cli.tune_ends import explained
 from otaro.evaluate.run_folder import Run
 from otaro.evaluate.subject import Subject
 from otaro.file.atomic import alone
+from otaro.file.io import NestedDirectory
 from otaro.tune.trainer import OtaroTrainer
 
 SMALL = ["--steps", "6", "--batch-size", "4", "--sequence-length", "64", "--save-every", "4", "--lr", "1e-3"]
@@ -288,6 +289,46 @@ def test_a_finished_run_may_be_given_more_steps(text, done, copy_of, tmp_path):
     assert json.loads(again.stdout) == json.loads(longer.stdout)
 
 
+def test_files_beside_the_models_of_a_run_stay_when_it_goes_on(done, copy_of):
+    run = copy_of(done)
+    record = json.dumps({"model": NestedDirectory(run / "nested").model})
+    for folder in (run / "model", run / "nested"):
+        (folder / "notes").write_text("mine")
+        (folder / "quality.json").write_text(record)
+        (folder / "analysis").mkdir()
+        (folder / "analysis" / "weights.json").write_text("{}")
+    longer = invoke("tune", "--resume", "--out", run, "--steps", 8)
+    assert longer.exit_code == 0, longer.output + repr(longer.exception)
+    for folder in (run / "model", run / "nested"):
+        assert (folder / "notes").read_text() == "mine"
+        assert (folder / "analysis" / "weights.json").read_text() == "{}"
+        (aside,) = folder.glob("quality-*.json")
+        assert aside.read_text() == record
+
+
+def test_a_run_whose_checkpoints_are_gone_keeps_its_model(done, copy_of):
+    run = copy_of(done)
+    shutil.rmtree(run / "checkpoints")
+    files = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    longer = invoke("tune", "--resume", "--out", run, "--steps", 8)
+    assert longer.exit_code != 0
+    assert "has no checkpoint left to go on from" in str(longer.exception)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == files
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_that_is_said(done, copy_of):
+    run = copy_of(done)
+    (run / "result.json").unlink()
+    newest, before = (run / "checkpoints" / f"checkpoint-{step}" for step in (6, 4))
+    with (newest / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    result = invoke("tune", "--resume", "--out", run)
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    said = result.stderr.splitlines()
+    assert f"--resume: {newest} is passed over: it is damaged, or its weights are not finite" in said
+    assert f"--resume: goes on from {before}" in said
+
+
 def test_a_complete_run_that_is_resumed_says_that_there_is_nothing_to_do_and_does_nothing(
     done, copy_of, monkeypatch
 ):
@@ -295,6 +336,7 @@ def test_a_complete_run_that_is_resumed_says_that_there_is_nothing_to_do_and_doe
     files = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     with monkeypatch.context() as once:
         once.delattr("otaro.cli.tune_run.TuningRun._load")  # nothing is even read
+        assert invoke("tune", "--resume", "--out", run, "--save-every", 3).exit_code == 0
         result = invoke("tune", "--resume", "--out", run, "--json")
     assert result.exit_code == 0, result.output + repr(result.exception)
     assert result.stderr == "--resume: this run is complete: nothing to do; a larger --steps would go on\n"

@@ -678,6 +678,20 @@ def test_the_last_good_checkpoint_is_one_whose_weights_are_all_finite(tmp_path):
     assert last_good_checkpoint(tmp_path / "checkpoint-10") is None
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "otaro_state.json"])
+def test_a_checkpoint_that_was_cut_off_is_not_gone_on_from(tmp_path, name):
+    for step in (10, 20):
+        (folder := tmp_path / f"checkpoint-{step}").mkdir()
+        save_file({"weight": torch.zeros(400)}, folder / "model.safetensors")
+        torch.save({"state": torch.zeros(400)}, folder / "optimizer.pt")
+        (folder / "otaro_state.json").write_text(json.dumps({"count": 1}))
+        (folder / "otaro_complete").touch()
+    assert last_good_checkpoint(tmp_path) == tmp_path / "checkpoint-20"
+    whole = (tmp_path / "checkpoint-20" / name).read_bytes()
+    (tmp_path / "checkpoint-20" / name).write_bytes(whole[: len(whole) // 2])
+    assert last_good_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+
+
 @pytest.mark.parametrize("leftover", ["apply", "drop"])
 def test_what_still_waits_at_the_end_is_applied_or_dropped(train, leftover):
     steps = Snapshots()

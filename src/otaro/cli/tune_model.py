@@ -99,6 +99,7 @@ def save(model: Any, tokenizer: Any, options: Options, target: Path) -> None:
     """The tuned checkpoint: weights as tuned, and a config.json with their type, or opening rounds them."""
     from otaro.file.atomic import new_directory
     from otaro.file.coding import Coding, write_coding
+    from otaro.file.replace import carry_over
 
     with new_directory(target, overwrite=True) as directory:
         write_coding(directory, Coding(options.group_size, options.reconstruction))
@@ -108,3 +109,4 @@ def save(model: Any, tokenizer: Any, options: Options, target: Path) -> None:
         types = {tensor.dtype for tensor in model.parameters()}
         config["dtype"] = "float32" if len(types) > 1 else str(types.pop()).removeprefix("torch.")
         (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        carry_over(target, directory, "", ["*.safetensors", "*.safetensors.index.json"])

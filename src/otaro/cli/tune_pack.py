@@ -60,6 +60,9 @@ def calibrate(
     from otaro.calibrate.run import pack_calibrated
     from otaro.export.source import Source
     from otaro.file.atomic import new_directory
+    from otaro.file.io import NestedDirectory
+    from otaro.file.pack import REPLACED
+    from otaro.file.replace import carry_over
     from otaro.runtime.decoder_file import write_decoder_file
     from otaro.sefp.precision import PRECISIONS
 
@@ -95,9 +98,11 @@ def calibrate(
         if kept == "calibrated":
             with suppress(OtaroError):  # no decoder serves it: then there is no decoder.json
                 write_decoder_file(packed)
+            identity = NestedDirectory(packed).model
             with new_directory(out / "nested", overwrite=True) as directory:
                 for path in packed.iterdir():
                     path.rename(directory / path.name)
+                carry_over(out / "nested", directory, identity, REPLACED)
     except (OtaroError, MemoryError, torch.OutOfMemoryError) as error:
         console.remark(f"--calibrate: left out, {out / 'nested'} is packed plainly: {brief(error)}")
         return None

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from otaro.cli import console
 from otaro.cli.tune_ends import explained, interruptible
 from otaro.cli.tune_trainer import arguments, launcher_says, make_trainer, train
-from otaro.errors import OtaroError
+from otaro.errors import OtaroError, TargetError
 from otaro.tune import processes
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class TuningRun:
     def _go(self) -> dict[str, Any]:
         from otaro.cli.tune_model import save
         from otaro.cli.tune_pack import pack_plainly
-        from otaro.tune.checkpoints import forget_steps_after, last_good_checkpoint
+        from otaro.tune.checkpoints import forget_steps_after
 
         if (ended := processes.from_first(self._ended)) is not None:
             more = "--epochs" if self.training.steps is None else "--steps"
@@ -102,10 +102,8 @@ class TuningRun:
             windows = self._as_can_be_judged(training, held_out, _positions(model))
             settings = arguments(self.training, self.around.save_every, self.folder.checkpoints)
             self._tell_memory(model)  # refuses before a folder is made, as the line before does
+        found = processes.from_first(self._checkpoint)
         with self._begun():
-            found = processes.from_first(
-                lambda: last_good_checkpoint(self.folder.checkpoints) if self.resume else None
-            )
             if self.resume:
                 way = f"goes on from {found}" if found else "no checkpoint yet: starts from the beginning"
                 console.remark(f"--resume: {way}")
@@ -136,6 +134,22 @@ class TuningRun:
             self.folder.finish(result)
         processes.wait()
         return result
+
+    def _checkpoint(self) -> Path | None:
+        """The one to go on from; refused where there is none, and a tuned model would be lost."""
+        from otaro.tune.checkpoints import last_complete_checkpoint, last_good_checkpoint
+
+        if not self.resume:
+            return None
+        found = last_good_checkpoint(self.folder.checkpoints)
+        if (newest := last_complete_checkpoint(self.folder.checkpoints)) != found:
+            console.remark(f"--resume: {newest} is passed over: it is damaged, or its weights are not finite")
+        if found is None and (tuned := self.out / "model").is_dir():
+            raise TargetError(
+                f"--resume: {self.out} has no checkpoint left to go on from, and starting over would replace "
+                f"its tuned model; tune that in a run of its own: otaro tune {tuned} --out NEW"
+            )
+        return found
 
     def _as_can_be_judged(
         self, training: TokenDataset, held_out: TokenDataset | None, positions: int | None
@@ -189,9 +203,14 @@ class TuningRun:
 
     def _ended(self) -> dict[str, Any] | None:
         """What the run gave, if it has ended and is asked for as it was: of the same model and data."""
-        same = self.before is not None and all(
-            self.before.get(key) == value for key, value in self.stated.items() if key != "launcher"
-        )
+
+        def asked(stated: dict[str, Any]) -> dict[str, Any]:
+            """What decides what a run gives."""
+            kept = {key: stated.get(key) for key in self.stated if key != "launcher"}
+            kept["training"] = {**(kept["training"] or {}), "save_every": None}
+            return kept
+
+        same = self.before is not None and asked(self.before) == asked(self.stated)
         ended = self.folder.ended_with() if same else None
         return None if ended is None else {**ended, "out": str(self.out)}
 

@@ -48,7 +48,7 @@ MANY_ZEROS = 0.01
 LARGE_BYTES = 1 << 20
 """From this size on a float32 matrix that is not packed is stored in 16 bits."""
 
-_REPLACED = (*SIDECARS, CODING_FILE, DECODER_FILE)  # what is of a model besides its shards
+REPLACED = (*SIDECARS, CODING_FILE, DECODER_FILE)  # what is of a model besides its shards
 _CHUNK = 1 << 18  # weights encoded between two writes: few enough to stay in the cache
 _TRIM_EVERY = 1 << 22  # weights
 
@@ -112,7 +112,7 @@ def pack(
     total, done, zeros = sum(map(prod, checkpoint.packed.values())), 0, 0
     looked_at, on_grid = 0, 0
     with (
-        NestedWriter.create(target, schema, unpacked, overwrite=overwrite, replaced=_REPLACED) as writer,
+        NestedWriter.create(target, schema, unpacked, overwrite=overwrite, replaced=REPLACED) as writer,
         one_core_each() as pool,
     ):
         for name in checkpoint.packed:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from zipfile import is_zipfile
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from otaro.errors import OtaroError
 
@@ -24,22 +25,37 @@ def last_complete_checkpoint(directory: Path) -> Path | None:
 
 
 def last_good_checkpoint(directory: Path) -> Path | None:
-    """The newest complete one whose weights, as far as they are in safetensors files, are all finite."""
+    """The newest complete one whose files are whole, and whose weights, as far as they are in safetensors
+    files, are all finite.
+    """
     newest_first = sorted(_complete_checkpoints(directory), key=age, reverse=True)
-    return next((checkpoint for checkpoint in newest_first if _is_finite(checkpoint)), None)
+    return next((one for one in newest_first if _is_whole(one) and _is_finite(one)), None)
 
 
 def _complete_checkpoints(directory: Path) -> list[Path]:
     return [path.parent for path in directory.glob(f"checkpoint-*/{COMPLETE_FILE}")]
 
 
+def _is_whole(checkpoint: Path) -> bool:
+    """What torch saved are zip files, whose index is at their end: one that was cut off has none."""
+    try:
+        for file in checkpoint.glob("*.json"):
+            json.loads(file.read_text())
+    except ValueError:
+        return False
+    return all(is_zipfile(file) for kind in ("*.pt", "*.pth") for file in checkpoint.glob(kind))
+
+
 def _is_finite(checkpoint: Path) -> bool:
-    for file in checkpoint.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 # a file, not a mapping
-                values = tensors.get_tensor(name)
-                if values.numel() and not torch.linalg.vector_norm(values.float(), torch.inf).isfinite():
-                    return False
+    try:
+        for file in checkpoint.glob("*.safetensors"):
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 # a file, not a mapping
+                    values = tensors.get_tensor(name)
+                    if values.numel() and not torch.linalg.vector_norm(values.float(), torch.inf).isfinite():
+                        return False
+    except SafetensorError:  # it was cut off
+        return False
     return True
 
 

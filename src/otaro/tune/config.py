@@ -136,7 +136,8 @@ class Options:
                 f"--full {self.full}: must be 0 or more, and less than 1; --method fp is all of it"
             )
         if self.full != 0 and self.method == "fp":
-            raise ConfigError(f"--full {self.full}: --method fp has all of its loss in full precision")
+            given = "" if self.full is None else f"--full {self.full}: "
+            raise ConfigError(f"{given}--method fp has all of its loss in full precision; it needs --full 0")
         if not 0 <= self.l2_sp < math.inf:
             raise ConfigError(f"--l2-sp {self.l2_sp}: must be a number, and not negative; 0 for none")
         if not 0 <= self.average <= 1:
