@@ -105,6 +105,12 @@ def test_values_are_those_of_the_codec(shape, group_size, reconstruction):
             assert_as_the_codec(scaled.to(dtype), group_size, reconstruction)
 
 
+def test_a_group_larger_than_the_rows_takes_no_more_than_they_do(reconstruction):
+    weight = torch.randn(4, 40, generator=torch.Generator().manual_seed(0))
+    found = quantize(weight, 4, 1 << 40, reconstruction)
+    assert torch.equal(found, quantize(weight, 4, 64, reconstruction))
+
+
 def around(numbers: torch.Tensor) -> torch.Tensor:
     """The numbers and their neighbours in float32, of both signs."""
     numbers = numbers.float()

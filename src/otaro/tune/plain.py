@@ -40,7 +40,7 @@ def scale_exponents_of(
     weights: Sequence[torch.Tensor], group_size: int, reconstruction: Reconstruction
 ) -> torch.Tensor:
     """The scale exponent of each of several weights on one device, int32."""
-    return exponents_for(*_needs(weights, group_size, reconstruction))
+    return exponents_for(*_needs(weights, _fitting(group_size, weights), reconstruction))
 
 
 def quantize_all(
@@ -56,11 +56,17 @@ def quantize_all(
     Parts of tensors are given the `scale_exponents` of the whole ones.
     """
     values: list[torch.Tensor] = []
+    group_size = _fitting(group_size, weights)
     for some in _batches(weights):
         exponents = None if scale_exponents is None else scale_exponents[some]
         floats = _quantized(weights[some], mantissa_bits, group_size, reconstruction, exponents)
         values += [one.to(dtype or weight.dtype) for one, weight in zip(floats, weights[some], strict=True)]
     return values
+
+
+def _fitting(group_size: int, weights: Sequence[torch.Tensor]) -> int:
+    """No larger than the longest row, which is filled up to a group."""
+    return min(group_size, max(weight.shape[-1] for weight in weights)) or 1
 
 
 def _batches(weights: Sequence[torch.Tensor]) -> Iterator[slice]:
