@@ -27,6 +27,10 @@ M8, M7, M6, M5, M4, M3 = PRECISIONS
         ({"method": "E5M4"}, "--method E5M4"),
         ({"precisions": ()}, "--precisions"),
         ({"precisions": (M8, M4, M8)}, "--precisions"),
+        (
+            {"precisions": (M3,), "method": "fixed:E5M4"},
+            "--precisions: --method fixed:E5M4 has one of its own",
+        ),
         ({"exploration": -0.1}, "--lambda -0.1"),
         ({"delay": 0}, "--delay 0"),
         ({"delay": -3}, "--delay -3"),
@@ -232,6 +236,7 @@ def test_a_way_back_that_would_undo_every_step_is_refused():
         ({"lora": 0}, "--lora 0"),
         ({"sequence_length": 1}, "--sequence-length 1: must be at least 2"),
         ({"seed": -1}, "--seed -1"),
+        ({"seed": 1 << 32}, "--seed 4294967296: must be from 0 to 4294967295"),
         ({"compile": True, "lora": 4}, "--compile cannot be combined with --lora"),
         ({"optimizer": "lion"}, "--optimizer lion: choose from adamw, adamw8bit, sgd"),
         ({"schedule": "step"}, "--schedule step: choose from cosine, linear, constant"),

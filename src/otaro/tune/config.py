@@ -152,6 +152,8 @@ class Options:
             raise ConfigError(
                 f"--reconstruction {self.reconstruction}: choose from {', '.join(RECONSTRUCTIONS)}"
             )
+        if fixed is not None and self.precisions not in (PRECISIONS, (fixed,)):
+            raise ConfigError(f"--precisions: --method {self.method} has one of its own; leave them out")
         if self.weights is not None:
             if len(self.weights) != len(self.precisions):
                 raise ConfigError(
@@ -293,8 +295,8 @@ class Training:
             raise ConfigError(
                 "--compile cannot be combined with --fsdp: weights are quantized where they are gathered"
             )
-        if self.seed < 0:
-            raise ConfigError(f"--seed {self.seed}: must not be negative")
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"--seed {self.seed}: must be from 0 to {2**32 - 1}")
 
     @classmethod
     def from_dict(cls, stated: Mapping[str, Any]) -> Training:
