@@ -297,6 +297,7 @@ def test_files_beside_the_models_of_a_run_stay_when_it_goes_on(done, copy_of):
         (folder / "quality.json").write_text(record)
         (folder / "analysis").mkdir()
         (folder / "analysis" / "weights.json").write_text("{}")
+    (run / "model" / "adapter_model.safetensors").write_text("mine")
     longer = invoke("tune", "--resume", "--out", run, "--steps", 8)
     assert longer.exit_code == 0, longer.output + repr(longer.exception)
     for folder in (run / "model", run / "nested"):
@@ -304,6 +305,7 @@ def test_files_beside_the_models_of_a_run_stay_when_it_goes_on(done, copy_of):
         assert (folder / "analysis" / "weights.json").read_text() == "{}"
         (aside,) = folder.glob("quality-*.json")
         assert aside.read_text() == record
+    assert (run / "model" / "adapter_model.safetensors").read_text() == "mine"
 
 
 def test_a_run_whose_checkpoints_are_gone_keeps_its_model(done, copy_of):

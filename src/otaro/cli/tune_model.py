@@ -109,4 +109,4 @@ def save(model: Any, tokenizer: Any, options: Options, target: Path) -> None:
         types = {tensor.dtype for tensor in model.parameters()}
         config["dtype"] = "float32" if len(types) > 1 else str(types.pop()).removeprefix("torch.")
         (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        carry_over(target, directory, "", ["*.safetensors", "*.safetensors.index.json"])
+        carry_over(target, directory, "", ["model.safetensors*", "model-*-of-*.safetensors"])
