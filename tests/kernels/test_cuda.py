@@ -76,7 +76,7 @@ def test_an_old_gpu_is_told_apart_from_a_missing_compiler(monkeypatch):
 
 
 COMMON = {"TRUNCATE": 0, "UNIT_BLOCKS": 2, "UNITS_PER_GROUP": 1, "RAGGED": 0}
-FEW = COMMON | {"WIDE": 1, "QUADRUPLE": 1, "SHARED": 1, "RESIDENT": 1}
+FEW = COMMON | {"WIDE": 1, "QUADRUPLE": 1, "SHARED": 1}
 BATCH = COMMON | {"CHUNK": 4, "SLICES": 2, "GROUPS": 2, "PLANE_COPY": 16, "BLOCKS": 1}
 HALVES = COMMON | {"UNITS": 4, "SLICES": 4, "PLANE_COPY": 16, "SCALE_WORDS": 1, "OUT": 1}
 CONSTANTS = [

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -531,6 +532,7 @@ def test_what_cannot_be_is_refused_at_once(model, copy_of, make_nested):
             scheduler.submit(prompt, **TOKENS)
     with pytest.raises(OtaroError, match=r"has no tokenizer.*or give tokens with text=False"):
         scheduler.submit([1, 2])
+    assert len(Scheduler(model).submit([1, 2], max_new_tokens=np.int64(2), **TOKENS).result().tokens) == 2
     for options in ({"max_sequences": 0}, {"max_sequences": 65}, {"chunk": 0}, {"cache_bytes": -1}):
         with pytest.raises(OtaroError, match=f"{next(iter(options))}={next(iter(options.values()))}"):
             Scheduler(model, **options)

@@ -111,7 +111,7 @@ def check_words(words: Sequence[str]) -> None:
         try:
             word.encode()
         except UnicodeEncodeError:
-            raise otaro.OtaroError(f"{os.fsencode(word)!r} on the command line is not UTF-8") from None
+            raise otaro.OtaroError(f"{word!a} on the command line is not UTF-8") from None
 
 
 def main() -> None:

@@ -147,5 +147,7 @@ def _show(result: dict[str, Any]) -> None:
                 f"the data {chosen}"
             )
         console.out.print(f"packed twice: {kept} (mean over the precisions tuned for)", highlight=False)
-    console.out.print(f"{result['steps']} steps; this call took {result['seconds']:.0f} s", highlight=False)
+    console.out.print(
+        f"{result['steps']} steps, trained for {result['seconds']:.0f} s by this call", highlight=False
+    )
     console.out.print(f"tuned checkpoint: {out}/model\nnested model:     {out}/nested", highlight=False)

@@ -109,4 +109,5 @@ def save(model: Any, tokenizer: Any, options: Options, target: Path) -> None:
         types = {tensor.dtype for tensor in model.parameters()}
         config["dtype"] = "float32" if len(types) > 1 else str(types.pop()).removeprefix("torch.")
         (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        # a record there is about weights that go
         carry_over(target, directory, "", ["model.safetensors*", "model-*-of-*.safetensors"])

@@ -142,10 +142,9 @@ def _missing(
     for plane in there if nested is None else ():  # their base shard is gone
         check_plane(read_header(target / shard_name(plane), plane), remote.base)
     for plane in range(BASE, (precision.mantissa_bits if precision else FINEST) + 1):
-        if nested is not None and (plane == BASE or plane in there):
-            nested.plane(plane)  # refuses one that is damaged or another model's
-            continue
-        if plane in there:
+        if plane in there or (plane == BASE and nested is not None):
+            if nested is not None:
+                nested.plane(plane)  # refuses one that is damaged or another model's
             continue
         offer = remote.offer(plane) if plane != BASE else remote.base_offer()
         if offer is None and precision is None:

@@ -41,10 +41,6 @@ _FINE = 7  # mantissa bits from which on `hopper`, where it serves, is faster wi
 _COLUMNS = (8, 16)  # tokens that `batch` is compiled for
 _DECODED_ROWS = 4  # that a thread of `decode` has a word of
 _LONG_ROW = 8 * _LANES  # units: eight steps of a warp
-_CROWDED = 7
-"""Mantissa bits at which `linear`, with one token, is held to the registers of which a multiprocessor has
-enough for three blocks. The compiler would take more, so that two fit: a twelfth more time on an H200. Others
-fit, or would have to keep some of them in memory."""
 # bytes of activations that a block keeps to itself: two blocks then still share a multiprocessor
 _MOST_SHARED = 96 << 10
 
@@ -484,11 +480,10 @@ def _linear_kernel(
     docs/gpu.md).
     """
     of_experts = {"EXPERTS": True} if experts else {}
-    crowded = bits == _CROWDED and tokens == 1 and not (long or experts)
     kernel = nvrtc.kernel(
         "linear.cu", "linear", device, BITS=bits, TRUNCATE=truncate, UNIT_BLOCKS=unit_blocks,
         UNITS_PER_GROUP=per_group, TOKENS=tokens, WIDE=wide, QUADRUPLE=quadruple, RAGGED=ragged,
-        SHARED=shared > 0, DEPTH=4 if long else 3, RESIDENT=3 if crowded else 1, **of_experts,
+        SHARED=shared > 0, DEPTH=4 if long else 3, **of_experts,
     )  # fmt: skip
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     return kernel, processors * kernel.blocks_per_multiprocessor(_THREADS, shared)

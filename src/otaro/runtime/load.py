@@ -150,7 +150,7 @@ def _check_generation_config(path: Path) -> None:
     file = path / "generation_config.json"
     try:
         fine = not file.is_file() or isinstance(json.loads(file.read_text()), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         fine = False
     if not fine:
         raise FormatError(f"{file} is no JSON object; fetch it from where the shards came from, or delete it")

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -279,7 +280,7 @@ class Scheduler(Loop):
 
     def _limit(self, prompt: int, asked: int | None) -> int:
         """New tokens at most."""
-        if asked is not None and (not isinstance(asked, int) or asked < 1):
+        if asked is not None and (not isinstance(asked, Integral) or asked < 1):
             raise OtaroError(f"max_new_tokens={asked!r}: give a whole number, one at least")
         left = self.context + 1 - prompt  # the last one is not read
         if left >= (asked or 1):

@@ -13,6 +13,7 @@ run has its slot, and none is copied.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Integral
 
 from otaro.errors import OtaroError
 from otaro.runtime.caches import DecoderCache
@@ -31,11 +32,11 @@ class Slots:
         self, decoder: BaseDecoder, kv: Precision | None, count: int, nbytes: int | None, chunks: Chunks
     ) -> None:
         """The cache takes `nbytes` at most."""
+        if nbytes is not None and (not isinstance(nbytes, Integral) or nbytes < 1):
+            raise OtaroError(f"cache_bytes={nbytes!r}: give a whole number of bytes, such as {64 << 20}")
         probe: DecoderCache = decoder.new_cache(kv, 1, _FIXED)
         decoder.forward([0], probe)
         self._pooled, self._chunks = probe.pooled, chunks
-        if nbytes is not None and (not isinstance(nbytes, int) or nbytes < 1):
-            raise OtaroError(f"cache_bytes={nbytes!r}: give a whole number of bytes, such as {64 << 20}")
         self._block, block_bytes = _POOLED if self._pooled else _FIXED, probe.nbytes
         self.token_bytes = block_bytes / self._block
         self.nbytes = count * self._blocks(_CONTEXT) * block_bytes if nbytes is None else nbytes

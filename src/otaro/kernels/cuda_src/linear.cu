@@ -15,8 +15,7 @@
 // Set by the caller: BITS, TRUNCATE, UNIT_BLOCKS, UNITS_PER_GROUP, TOKENS (1 or 2), WIDE (rows have an even
 // number of blocks), QUADRUPLE (rows have four scales or a multiple of that, at addresses that are multiples
 // of four, one for each unit), RAGGED (rows are not a multiple of 16 units), SHARED (activations fit into
-// shared memory), DEPTH (steps loaded ahead), RESIDENT (blocks that a multiprocessor's registers must be
-// enough for).
+// shared memory), DEPTH (steps loaded ahead).
 //
 // EXPERTS, with one token: matrices are those of the first expert in a stack, and a launch takes pairs of a
 // token and one of its experts, whose numbers are in the GPU's memory. Row y of the grid is pair y. Nobody
@@ -263,8 +262,7 @@ __device__ __forceinline__ float sum_lanes(const float* lanes) {
     return __fadd_rn(sum_lanes<Count / 2>(lanes), sum_lanes<Count / 2>(lanes + kLanes / Count));
 }
 
-extern "C" __global__ void __launch_bounds__(kWarps* kWarp, RESIDENT)
-  linear(const __grid_constant__ Linear p) {
+extern "C" __global__ void __launch_bounds__(kWarps* kWarp) linear(const __grid_constant__ Linear p) {
   __shared__ float shared[2][TOKENS][kRows][kLanes + 1];
   const int warp = threadIdx.x / kWarp, t = threadIdx.x % 4, g = threadIdx.x % kWarp / 4;
   let_successor_start();
