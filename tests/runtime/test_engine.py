@@ -616,6 +616,17 @@ def test_threads_submit_and_read_at_will(model):
         engine.submit([1])
 
 
+@pytest.mark.parametrize("odd", ["nonsense", "by_thread"])
+def test_an_option_that_there_is_none_of_is_refused_by_the_name_of_what_was_called(model, odd):
+    with otaro.Engine(model) as engine:
+        with pytest.raises(TypeError) as refused:
+            engine.submit([1, 2], **{odd: 1}, **TOKENS)
+        assert engine.waiting == engine.running == 0
+    told = str(refused.value)
+    assert told.startswith(f"Engine.submit() takes no {odd}; what it takes beside the prompt: precision, ")
+    assert "Scheduler" not in told
+
+
 @pytest.mark.parametrize("there", [True, False])
 def test_a_loop_is_free_between_two_tokens(model, there):
     """Also where none has to be waited for: others of a server would wait for all of an answer."""

@@ -79,6 +79,9 @@ class Engine:
           negative.
         - `text`: False for tokens alone, which needs no tokenizer.
         """
+        if odd := options.keys() - Options.__annotations__.keys():
+            there = ", ".join(Options.__annotations__)
+            raise TypeError(f"Engine.submit() takes no {min(odd)}; what it takes beside the prompt: {there}")
         with self._lock:
             if self._closed.is_set():
                 raise OtaroError("this engine is closed; make another one")
