@@ -547,6 +547,42 @@ def test_all_bad_rows_are_counted_and_the_first_ones_shown_with_those_alike(toke
     )
 
 
+LATIN = '{"text": "caf\xe9"}'.encode("latin-1")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz"])
+def test_a_row_that_is_not_utf8_is_one_bad_row_among_others(tokenizer, tmp_path, name):
+    rows = [
+        b'\xef\xbb\xbf{"text": "caf\xc3\xa9"}',
+        LATIN,
+        b'{"text": "\\ud83d\\ude00"}',
+        b'{"other": "\xff"}',
+    ]
+    content = b"\n".join(rows)
+    if name == "a.json":
+        content = rows[0][:3] + b"[" + b", ".join([rows[0][3:], *rows[1:]]) + b"]"
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    places = ["line 2", "line 4"] if "jsonl" in name else ["index 1", "index 3"]
+    problem = "not UTF-8; save the file as UTF-8"
+    with pytest.raises(DataError) as refusal:
+        load_data(tmp_path / name, tokenizer, 64)
+    assert str(refusal.value).split("\n") == [
+        f"{tmp_path / name}: 2 of 4 rows cannot be used:",
+        f"  {', '.join(places)}: {problem}",
+    ]
+    data = load_data(tmp_path / name, tokenizer, 64, skip_bad_rows=True)
+    assert data.dropped == 2
+    assert data.remarks == (f"2 of 4 rows left out: cannot be used, such as {places[0]}: {problem}",)
+    (tmp_path / "good.jsonl").write_bytes(b"\n".join([rows[0], rows[2]]))
+    assert data.examples == load_data(tmp_path / "good.jsonl", tokenizer, 64).examples
+
+
+def test_a_file_without_a_row_in_utf8_is_refused(tokenizer, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(LATIN + b"\n" + LATIN)
+    with pytest.raises(DataError, match="2 of 2 rows cannot be used:\n  line 1, line 2: not UTF-8; save"):
+        load_data(tmp_path / "a.jsonl", tokenizer, 64, skip_bad_rows=True)
+
+
 def test_kinds_do_not_mix(tokenizer, write):
     with pytest.raises(
         DataError,
@@ -570,11 +606,7 @@ def test_kinds_do_not_mix(tokenizer, write):
         ("a.txt", b"x", "has 1 tokens of text"),
         ("a.jsonl", b'{"text": ""}', "has 0 tokens of text"),
         ("a.txt", b"ab\n\nc\xff", "is not UTF-8: byte 0xff at offset 5, in line 3; save it as UTF-8"),
-        (
-            "a.jsonl",
-            b'\xef\xbb\xbf{"text": "a"}\n{"text": "\xe9"}',
-            "is not UTF-8: byte 0xe9 at offset 27, in line 2",
-        ),
+        ("a.json", b'["\xe9"', "is not UTF-8: byte 0xe9 at offset 2, in line 1; save it as UTF-8"),
         ("a.txt", "hello".encode("utf-16"), "is not UTF-8: byte 0xff at offset 0, in line 1"),
         ("a.csv", b"a,b", "is of no kind that can be read; --data takes .txt, .json or .jsonl"),
         ("a", b"a,b", "is of no kind that can be read"),
@@ -713,6 +745,14 @@ def test_parquet(tokenizer, tmp_path, write, monkeypatch):
         assert data.remarks == ("1 of 2 rows left out: empty answer",)
     with pytest.raises(DataError, match="index 0: has `a`; a row needs"):
         load_data(stored("d.parquet", [{"a": 1}]), tokenizer, 512)
+    words = pyarrow.array([b"one", LATIN, b"two"], pyarrow.binary()).buffers()
+    latin = pyarrow.StringArray.from_buffers(3, words[1], words[2])
+    parquet.write_table(pyarrow.table({"text": latin}), tmp_path / "f.parquet")
+    with pytest.raises(DataError, match="1 of 3 rows cannot be used:\n  index 1: not UTF-8"):
+        load_data(tmp_path / "f.parquet", tokenizer, 512)
+    data = load_data(tmp_path / "f.parquet", tokenizer, 512, skip_bad_rows=True)
+    assert tokenizer.decode(data[0]["input_ids"]) == "one</s>two"
+    assert data.dropped == 1
     (tmp_path / "e.parquet").write_bytes(b"no parquet")
     with pytest.raises(DataError, match=r"e\.parquet cannot be loaded"):
         load_data(tmp_path / "e.parquet", tokenizer, 512)

@@ -43,6 +43,7 @@ import re
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -62,11 +63,14 @@ ACCEPTED = (
     "--data takes .txt, .json or .jsonl (each also as .gz), .parquet, a Hub dataset as "
     "owner/name[/config][:split], or builtin"
 )
+NOT_UTF8 = "not UTF-8; save the file as UTF-8"
+UNDECODED = re.compile("[\udc80-\udcff]")  # bytes that are not UTF-8, as "surrogateescape" has them
 IGNORED = -100  # what the cross entropy of torch leaves out
 PROBLEMS_SHOWN, PLACES_SHOWN = 5, 5  # of rows that cannot be used
 TEXTS_AT_ONCE = 1000  # to tokenise in one call: enough for all cores, little enough for any memory
 
-Rows = Iterable[tuple[str, Any]]  # each with its place; a line that is no JSON is represented by its BadRow
+# Each with its place; one that is no JSON, or not UTF-8, is represented by its BadRow.
+Rows = Iterable[tuple[str, Any]]
 Examples = Iterator[tuple[Sequence[int], Sequence[int]]]
 LeftOut = dict[str, int]  # how many rows, by reason
 
@@ -228,38 +232,48 @@ def _open(name: str) -> Rows:
         )
     if kind == ".parquet":
         return _from_datasets(name, "parquet", data_files=name, split="train")
-    text = _read_text(path)
+    text, not_utf8 = _read_text(path)
     if kind == ".jsonl":  # not splitlines: U+2028 may stand within a JSON string
         return (
-            (f"line {number}", _parse(line))
+            (f"line {number}", BadRow(NOT_UTF8) if UNDECODED.search(line) else _parse(line))
             for number, line in enumerate(text.split("\n"), 1)
             if line.strip()
         )
+    rows: Any = {"text": text} if kind == ".txt" else _parse(text)
+    if not_utf8 is not None and not isinstance(rows, list):
+        raise not_utf8
     if kind == ".txt":
-        return [("text", {"text": text})]
-    rows = _parse(text)
+        return [("text", rows)]
     if isinstance(rows, BadRow):
         raise DataError(f"{name} is {rows}; a file with one object a line is to be called .jsonl")
     if not isinstance(rows, list):
         raise DataError(f"{name} holds a {type(rows).__name__}, not a list of objects")
+    if not_utf8 is not None:
+        rows = [BadRow(NOT_UTF8) if UNDECODED.search(_worded(row)) else row for row in rows]
     return ((f"index {index}", row) for index, row in enumerate(rows))
 
 
-def _read_text(path: Path) -> str:
+def _read_text(path: Path) -> tuple[str, DataError | None]:
+    """The text of a file; of one that is not UTF-8 as far as it is, with `UNDECODED` for the rest, and why
+    not.
+    """
+    refusal: DataError | None = None
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix.lower() == ".gz" else path.read_bytes()
-        text = content.decode().removeprefix("\ufeff")  # the byte order mark some editors write
+        text = content.decode()
     except UnicodeDecodeError as error:
         byte, line = (
             f"byte 0x{content[error.start]:02x} at offset {error.start}",
             content.count(b"\n", 0, error.start) + 1,
         )
-        raise DataError(f"{path} is not UTF-8: {byte}, in line {line}; save it as UTF-8") from error
+        refusal = DataError(f"{path} is not UTF-8: {byte}, in line {line}; save it as UTF-8")
+        text = content.decode(errors="surrogateescape")
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
+    text = text.removeprefix("\ufeff")  # the byte order mark some editors write
     if not text.strip():
         raise DataError(f"{path} is empty; {ACCEPTED}")
-    return text
+    return text, refusal
 
 
 def _parse(text: str) -> Any:
@@ -267,6 +281,14 @@ def _parse(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         return BadRow(f"not JSON: {error}")
+
+
+def _worded(row: Any) -> str:
+    """All that a row says."""
+    try:
+        return json.dumps(row, ensure_ascii=False)
+    except RecursionError:
+        return ""  # is refused for what it is
 
 
 def _from_datasets(name: str, *arguments: str, **options: str) -> Rows:
@@ -279,8 +301,22 @@ def _from_datasets(name: str, *arguments: str, **options: str) -> Rows:
     except Exception as error:  # network, Hub, Arrow and datasets itself: each has exceptions of its own
         raise DataError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
     # Other columns may be images, slow to read.
-    rows = table.select_columns(columns_read(table.column_names))
-    return ((f"index {index}", row) for index, row in enumerate(rows))
+    return _of_table(table.select_columns(columns_read(table.column_names)))
+
+
+def _of_table(table: Any) -> Iterator[tuple[str, Any]]:
+    """Its rows; from the first one that is not UTF-8 on, which ends a walk through them, one by one."""
+    done = 0
+    with suppress(UnicodeDecodeError):
+        for row in table:
+            yield f"index {done}", row
+            done += 1
+    for index in range(done, len(table)):
+        try:
+            row = table[index]
+        except UnicodeDecodeError:
+            row = BadRow(NOT_UTF8)
+        yield f"index {index}", row
 
 
 def _read_rows(name: str, rows: Rows, tokenizer: Any, skip_bad_rows: bool) -> tuple[str, list[Any], LeftOut]:
