@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -268,16 +269,66 @@ def test_bench_times_drafts_of_a_fit(fitted):
     assert [(row["draft"], row["texts"]) for row in told["rows"]] == [("E5M3", "prose"), ("E5M3", "copy")]
 
 
-def test_tokens_per_second_become_bytes_by_a_measurement(model, text, monkeypatch):
+@pytest.fixture
+def at_speeds(monkeypatch):
+    """Have `otaro fit` find these tokens per second, of E5M3 and finer ones in turn."""
+
+    def set_speeds(*speeds):
+        def bench(directory, settings, **options):
+            found = timed(directory, settings, **options)
+            rows = sorted(found.precisions, key=lambda row: row.weight_bytes)
+            assert [row.precision for row in rows] == [f"E5M{bits}" for bits in range(3, 3 + len(speeds))]
+            told = [replace(row, decode=speed) for row, speed in zip(rows, speeds, strict=True)]
+            return replace(found, precisions=told[::-1])
+
+        monkeypatch.setattr(fitting.speed, "bench", bench)
+
+    timed = fitting.speed.bench
     monkeypatch.setattr(fitting.speed, "READ_BYTES", 1 << 20)
-    said = json.loads(
-        run("fit", model, "--text", text, "--tokens-per-second", 0.001, "--tokens", 128, "--json").stdout
+    monkeypatch.setattr(fitting, "_TIMED", replace(fitting._TIMED, tokens=4, rounds=1))
+    return set_speeds
+
+
+def test_tokens_per_second_become_bytes_by_a_measurement(model, text, at_speeds):
+    at_speeds(100.0, 90.0, 80.0, 70.0, 60.0, 50.0)
+    by_speed = ("fit", model, "--text", text, "--tokens", 128, "--json", "--tokens-per-second")
+    said = json.loads(run(*by_speed, 85).stdout)
+    assert said["fit"]["uniform"] == "E5M4"  # that of 90 tokens a second, and E5M5 has 80
+    assert "85tps lets a token read 9" in said["notes"][0]
+    assert "rounds of 4 tokens differed by up to" in said["notes"][0]
+    assert json.loads(run(*by_speed, 100).stdout)["fit"]["uniform"] == "E5M3"
+
+
+@pytest.mark.parametrize("wanted", ["100.001", "100000000"])
+def test_a_speed_that_no_precision_reaches_is_refused_with_the_fastest(model, text, at_speeds, wanted):
+    """Which need not be the coarsest."""
+    at_speeds(80.0, 90.0, 100.0, 70.0, 60.0, 50.0)
+    before = (model / "precisions.json").read_bytes()
+    told = refused("fit", model, "--text", text, "--tokens-per-second", wanted, "--tokens", 128)
+    assert told == (
+        f"--tokens-per-second {wanted}: this machine makes 100.0 tokens per second at E5M5 "
+        "just now, and no precision is faster; ask for fewer"
     )
-    assert set(said["fit"]["precisions"].values()) == {"E5M8"}  # as slow as one likes
-    assert "lets a token read" in said["notes"][0]
-    assert "rounds of 24 tokens differed by up to" in said["notes"][0]
-    message = refused("fit", model, "--text", text, "--tokens-per-second", 1e8, "--tokens", 128)
-    assert "tokens per second at E5M3, its smallest precision, just now; ask for fewer" in message
+    assert (model / "precisions.json").read_bytes() == before
+    reached = run("fit", model, "--text", text, "--tokens-per-second", 95, "--tokens", 128, "--json").stdout
+    assert json.loads(reached)["fit"]["uniform"] == "E5M5"  # though two coarser ones are too slow
+
+
+def test_a_speed_that_the_finest_has_leaves_nothing_to_fit(fitted, model, text, at_speeds, copy_of):
+    at_speeds(100.0, 90.0, 80.0, 70.0, 60.0, 50.0)
+    before = (model / "precisions.json").read_bytes()
+    told = refused("fit", model, "--text", text, "--tokens-per-second", 50, "--tokens", 128)
+    assert told == (
+        "--tokens-per-second 50: this machine makes 50.0 tokens per second at E5M8 just now, the finest that "
+        "is here: there is nothing to fit; run it with --precision E5M8"
+    )
+    assert (model / "precisions.json").read_bytes() == before
+    coarse = copy_of(fitted[0], planes=(3, 4, 5))
+    (coarse / "precisions.json").unlink()
+    at_speeds(100.0, 90.0, 80.0)
+    told = refused("fit", coarse, "--text", text, "--tokens-per-second", 0.001, "--tokens", 128)
+    assert "at E5M5 just now, the finest that is here: there is nothing to fit without finer shards" in told
+    assert told.endswith(f"otaro fetch SOURCE {coarse} --precision E5M8")
 
 
 @pytest.mark.parametrize(

@@ -84,24 +84,18 @@ def fit(
 def _refuse_more_than_all(budget: Budget, fitting: Fitting) -> None:
     """Where everything is within the budget there is nothing to choose, and a fit would promise a choice."""
     from otaro.file.fits import bytes_of, weights_of
-    from otaro.sefp.precision import PRECISIONS
 
     nested, finest = fitting.nested, fitting.finest
     most, weights = bytes_of(nested, finest), weights_of(nested)
     if budget.bytes is not None:
         within = budget.bytes <= most
-    else:  # bits are shown with three digits, of which the next may always be asked for; speed is measured
+    else:  # bits are shown with three digits, of which the next may always be asked for; speed is timed later
         within = budget.unit != "bits" or 1000 * budget.amount <= -(-8000 * most // weights)
     if within:
         return
-    if finest == PRECISIONS[0]:
-        way = f"there is nothing to fit; run it with --precision {finest}"
-    else:
-        bring = f"otaro fetch SOURCE {nested.path} --precision {PRECISIONS[0]}"
-        way = f"there is nothing to fit without finer shards; bring them with: {bring}"
     raise OtaroError(
         f"{budget.option}: the whole model takes {most:,} bytes, {8 * most / weights:.3f} bits "
-        f"per weight, at {finest}, the finest that is here: {way}"
+        f"per weight, at {finest}, the finest that is here: {fitting.nothing_to_fit}"
     )
 
 

@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from decimal import Decimal
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -129,6 +128,14 @@ class Fitting:
         self._reference: KeptStates | None = None
         self._checked: dict[tuple[int, ...], float] = {}
 
+    @property
+    def nothing_to_fit(self) -> str:
+        """What to do where the finest that is here is within a budget."""
+        if self.finest == PRECISIONS[0]:
+            return f"there is nothing to fit; run it with --precision {self.finest}"
+        bring = f"otaro fetch SOURCE {self.nested.path} --precision {PRECISIONS[0]}"
+        return f"there is nothing to fit without finer shards; bring them with: {bring}"
+
     def measure(self, progress: Progress) -> Sensitivity:
         """What every tensor loses; nothing is measured twice."""
         if len(self.kept.sensitivity.divergences) < len(self.nested.schema.packed):
@@ -136,7 +143,7 @@ class Fitting:
         return self.kept.sensitivity
 
     def limit(self, budget: Budget, progress: Progress) -> Limit:
-        """What a budget allows; refused where no precision is within it."""
+        """What a budget allows; refused where no precision is within it, or the finest is fast enough."""
         if budget.unit == "tps":
             return self._limit_by_speed(budget, progress)
         nested, smallest, weights = self.nested, of_mantissa_bits(COARSEST), weights_of(self.nested)
@@ -232,19 +239,19 @@ class Fitting:
     def _limit_by_speed(self, budget: Budget, progress: Progress) -> Limit:
         """Bytes that a token may read, by the speed of each single precision on this machine now."""
         timed = speed.bench(str(self.nested.path), _TIMED, device=self.device, progress=progress)
-        rows = sorted((row.weight_bytes, 1 / row.decode, row) for row in timed.precisions)
-        wanted, fastest = 1 / float(budget.amount), max(row.decode for row in timed.precisions)
-        if rows[0][1] > wanted:
-            raise OtaroError(
-                f"{budget.option}: this machine makes {fastest:.1f} tokens per second at "
-                f"{rows[0][2].precision}, its smallest precision, just now; ask for fewer"
-            )
-        allowed = float(rows[0][0])
-        for (low, fast, _), (high, slow, _) in pairwise(rows):
-            if slow > wanted:
-                allowed = low + (high - low) * (wanted - fast) / (slow - fast)
-                break
-            allowed = high
+        rows = sorted(timed.precisions, key=lambda row: row.weight_bytes)
+        wanted = float(budget.amount)
+        reach = [number for number, row in enumerate(rows) if row.decode >= wanted]
+        # not always the coarsest: where weights lie in a cache a finer one may be faster
+        low = rows[reach[-1]] if reach else max(rows, key=lambda row: row.decode)
+        made = f"this machine makes {low.decode:.1f} tokens per second at {low.precision} just now"
+        if not reach:
+            raise OtaroError(f"{budget.option}: {made}, and no precision is faster; ask for fewer")
+        if low is rows[-1]:
+            raise OtaroError(f"{budget.option}: {made}, the finest that is here: {self.nothing_to_fit}")
+        high = rows[reach[-1] + 1]
+        share = (1 / wanted - 1 / low.decode) / (1 / high.decode - 1 / low.decode)
+        allowed = low.weight_bytes + (high.weight_bytes - low.weight_bytes) * share
         spread = max(max(row.rounds.decode) / min(row.rounds.decode) for row in timed.precisions) - 1
         notes = [
             f"{budget.name} lets a token read {size(allowed)} of weights, by the speed of single precisions "
@@ -253,7 +260,7 @@ class Fitting:
         ]
         shares = read_shares(self._model)
         costs = {name: int(plane * shares[name]) for name, plane in plane_bytes(self.nested.schema).items()}
-        return Limit(int(allowed), costs, rows[0][0], notes)
+        return Limit(int(allowed), costs, rows[0].weight_bytes, notes)
 
     @cached_property
     def _decoded(self) -> DecodedModel:
