@@ -9,9 +9,10 @@ import torch
 from typer.testing import CliRunner
 
 from otaro.cli.main import app
-from otaro.errors import OtaroError, PrecisionError
+from otaro.errors import OtaroError
 from otaro.evaluate import llama_cpp, machine, speed
 from otaro.kernels import cpu
+from tests.refusals import misuse
 
 QUICK = ["--prompt-tokens", "6", "--tokens", "2", "--context", "3", "--rounds", "1"]
 
@@ -51,23 +52,40 @@ def test_json_is_one_line(tiny):
 
 
 @pytest.mark.parametrize(
-    ("flags", "error", "message"),
+    ("flags", "message"),
     [
-        (["--precision", "E5M9"], PrecisionError, "--precision E5M9: choose from E5M8, E5M7"),
-        (["--kv", "fp8"], PrecisionError, "--kv fp8: choose from E5M8, E5M7"),
-        (["--against", "vllm"], OtaroError, "--against vllm: llama.cpp is what there is to compare with"),
-        (["--device", "cuda"], OtaroError, "device 'cuda': this torch sees no NVIDIA GPU; use cpu"),
-        (["--device", "meta"], OtaroError, "device 'meta': this torch cannot compute on meta"),
-        (["--device", "gpu"], OtaroError, "unknown device 'gpu'; use cpu, cuda, cuda:1, ..."),
-        (["--context", "600"], OtaroError, "the model has 512 positions"),
-        (["--parallel", "1,2", "--transformers"], OtaroError, "--transformers reads one sequence"),
-        (["--parallel", "2,2"], OtaroError, "--parallel: give numbers of sequences, such as 1,2,4,8"),
-        (["--parallel", "2", "--context", "600"], OtaroError, "a sequence has 512 positions here"),
+        (["--precision", "E5M9"], "--precision E5M9: choose from E5M8, E5M7"),
+        (["--kv", "fp8"], "--kv fp8: choose from E5M8, E5M7"),
+        (["--against", "vllm"], "--against vllm: llama.cpp is what there is to compare with"),
+        (["--parallel", "1,2", "--transformers"], "--transformers reads one sequence"),
+        (["--parallel", "2,2"], "--parallel 2,2: give numbers of sequences, such as 1,2,4,8, none twice"),
+        (["--parallel", "1,0"], "--parallel 1,0: give numbers of sequences"),
+        (["--text", "x"], "--text is for --draft, which is not given"),
+        (
+            ["--draft", "E5M3", "--parallel", "2"],
+            "--draft is timed beside the model alone: leave out ",
+        ),
+        (["--draft", "E5M3", "-p", "E5M8,E5M4"], "--draft serves one --precision at a time"),
+        (["--draft", "E5M9"], "--draft E5M9: give a precision, prompt, or prompt"),
     ],
 )
-def test_flags_that_make_no_sense_are_refused(tiny, monkeypatch, flags, error, message):
+def test_options_that_make_no_sense_are_refused_below_the_usage(tiny, flags, message):
+    assert misuse(bench(tiny, *flags)).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--device", "cuda"], "device 'cuda': this torch sees no NVIDIA GPU; use cpu"),
+        (["--device", "meta"], "device 'meta': this torch cannot compute on meta"),
+        (["--device", "gpu"], "unknown device 'gpu'; use cpu, cuda, cuda:1, ..."),
+        (["--context", "600"], "the model has 512 positions"),
+        (["--parallel", "2", "--context", "600"], "a sequence has 512 positions here"),
+    ],
+)
+def test_what_this_machine_and_model_cannot_do_is_refused(tiny, monkeypatch, flags, message):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(error, match=message):
+    with pytest.raises(OtaroError, match=message):
         bench(tiny, *flags)
 
 
@@ -152,10 +170,6 @@ def test_drafts_are_timed_beside_the_model_alone_and_said_to_pay_or_not(tiny):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--text", "x"], "--text is for --draft, which is not given"),
-        (["--draft", "E5M3", "--parallel", "2"], "leave out --parallel"),
-        (["--draft", "E5M3", "-p", "E5M8,E5M4"], "one --precision at a time"),
-        (["--draft", "E5M9"], "give a precision, prompt, or prompt"),
         (["--draft", "E5M3", "-p", "E5M3"], "a draft is coarser than what it serves"),
         (["--draft", "E5M3", "--context", "900"], "positions, but texts and --tokens 96 take"),
     ],

@@ -23,6 +23,7 @@ from otaro.cli.console import parse_precision
 from otaro.cli.main import app
 from otaro.evaluate.subject import parse_precisions
 from otaro.readable import size
+from tests.refusals import misuse
 
 SHARDS = [f"model-m{plane}.safetensors" for plane in range(3, 9)]
 
@@ -442,10 +443,17 @@ def test_contradictory_flags_are_refused_in_their_own_spelling(packed, arguments
             "generate DIR --prompt x --schedule 0:E5M9",
             "--schedule 0:E5M9: E5M9 is no precision; choose from E5M8",
         ),
+        ("generate DIR --prompt x --decode E5M9", "--decode E5M9: choose from E5M8, "),
+        ("generate DIR --prompt x -p fit:many", "--precision fit:many: 'many' is no budget; write 90MB, "),
+        ("generate DIR --prompt x -p E5M3,E5M4", "--precision E5M3,E5M4: one of the modules has two preci"),
+        ("generate DIR --prompt x --schedule E5M8", "--schedule E5M8: must be of the form 0:E5M8,100:E5M4"),
+        ("generate DIR --prompt x --schedule ²:E5M8", "--schedule ²:E5M8: must be of the form 0:E5M8,100"),
         ("generate DIR --prompt x --kv E5M9", "--kv E5M9: choose from E5M8, E5M7, E5M6, E5M5, E5M4, E5M3"),
         ("generate DIR --prompt x --draft E5M9", "--draft E5M9: give a precision, prompt, or prompt+E5M3; "),
-        ("generate DIR --prompt x --draft E5M8", "--draft E5M8: a draft is coarser than what it serves; "),
         ("chat DIR --kv E5M9", "--kv E5M9: choose from E5M8, "),
+        ("chat DIR --precision E5M9", "--precision E5M9: choose from E5M8, "),
+        ("chat DIR --draft prompt+prompt", "--draft prompt+prompt: give a precision, prompt, or both: "),
+        ("bench DIR -p E5M8,E5M9", "--precision E5M8,E5M9: E5M9 is no precision; choose from E5M8, "),
         ("bench DIR --draft E5M9", "--draft E5M9: give a precision, prompt, or prompt+E5M3; "),
         ("serve DIR -p E5M9", "--precision E5M9: choose from auto, E5M8, "),
         ("serve DIR --auto-coarsest E5M9", "--auto-coarsest E5M9: choose from E5M8, "),
@@ -454,6 +462,9 @@ def test_contradictory_flags_are_refused_in_their_own_spelling(packed, arguments
             "--auto-finest E5M3: is coarser than E5M4, the ",
         ),
         ("serve DIR --timeout 0", "--timeout 0.0: give more than 0"),
+        ("serve DIR --draft E5M9", "--draft E5M9: give a precision, prompt, or prompt+E5M3; "),
+        ("eval DIR --text builtin --kv E5M9", "--kv E5M9: give all, or some of float16, E5M8, "),
+        ("eval DIR --text builtin -p all,E5M8", "--precision all,E5M8: give all, or some of fp, E5M8, "),
         ("fetch DIR OUT -p E5M9", "--precision E5M9: choose from E5M8, "),
         ("export DIR OUT --to hf -p E5M9", "--precision E5M9: choose from E5M8, "),
         (
@@ -461,13 +472,20 @@ def test_contradictory_flags_are_refused_in_their_own_spelling(packed, arguments
             "--precisions E5M8,E5M9: E5M9 is no ",
         ),
         ("tune builtin --data builtin --out OUT --ultra-low E5M9", "--ultra-low E5M9: choose from E5M8, "),
+        ("tune builtin --data builtin --out OUT --method fixed:E5M9", "--method fixed:E5M9: unknown precis"),
     ],
 )
 def test_a_precision_that_there_is_none_of_is_refused_with_the_option_it_was_given_to(
     packed, tmp_path, monkeypatch, words, told
 ):
     monkeypatch.chdir(tmp_path)
-    assert str(refused(*words.replace("DIR", str(packed)).split()).exception).startswith(told)
+    assert misuse(refused(*words.replace("DIR", str(packed)).split())).startswith(told)
+
+
+@pytest.mark.parametrize("option", ["--precision", "--prefill", "--decode", "--kv", "--draft", "--schedule"])
+def test_a_precision_without_a_name_is_not_taken_for_none(packed, option):
+    """As where a variable of a script is empty."""
+    assert misuse(refused("generate", packed, "--prompt", "x", option, "")).startswith(f"{option} ")
 
 
 def test_before_its_first_number_a_schedule_leaves_the_precision_as_it_is(packed):

@@ -10,6 +10,7 @@ import otaro
 from otaro.builtin import MODEL_DIR, heldout_text
 from otaro.cli import console
 from otaro.cli.main import app
+from tests.refusals import misuse
 
 
 @pytest.fixture
@@ -218,26 +219,37 @@ def test_help_explains_every_option():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([], "nothing to measure: give --text FILE"),
+        ([], "there is nothing to measure: give --text FILE"),
         (
             ["--tasks", "boolq", "--window", "64"],
             "--window says how to measure with --text, which is not given",
         ),
         (["--tasks", "boolq", "--divergence"], "--divergence says how to measure with --text"),
         (["--text", "builtin", "--limit", "5"], "--limit says how to measure with --tasks"),
+        (["--text", "builtin", "--precision", "E4"], "--precision E4: choose from all, fp, E5M8"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_options_that_make_no_sense_are_refused_below_the_usage(tiny, options, words):
+    assert misuse(invoke("eval", tiny, *options)).startswith(words)
+    assert not (tiny / "quality.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
         (["--text", "builtin", "--window", "1024"], "a window of 1024 tokens is more than the 512 positions"),
         (
             ["--text", "builtin", "--window", "64", "--stride", "128"],
             "the stride must be between 1 and the window of 64",
         ),
         (["--text", "builtin", "--precision", "fp"], "has no fp"),
-        (["--text", "builtin", "--precision", "E4"], "--precision E4: choose from all, fp, E5M8"),
         (["--text", "builtin", "--device", "abacus"], "unknown device"),
         (["--tasks", "boolq", "--data-dir", "nowhere"], "--data-dir nowhere has no boolq.jsonl.gz"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_makes_no_sense_is_refused_in_the_flags_own_spelling(tiny, options, words):
+def test_what_cannot_be_measured_is_refused(tiny, options, words):
     result = invoke("eval", tiny, *options)
     assert isinstance(result.exception, otaro.OtaroError), result.output
     assert words in str(result.exception)

@@ -20,6 +20,7 @@ from otaro.file.fits import bytes_of, find_fit, read_fits, weights_of
 from otaro.file.header import shard_name
 from otaro.file.io import NestedDirectory
 from otaro.runtime.load import load_tokenizer
+from tests.refusals import misuse
 
 
 @pytest.fixture(scope="module")
@@ -336,9 +337,19 @@ def test_a_speed_that_the_finest_has_leaves_nothing_to_fit(fitted, model, text, 
     [
         ([], "give one budget: --budget 90MB, --bits 4.5, or --tokens-per-second 40"),
         (["--bits", "4", "--budget", "1MB"], "give one budget"),
-        (["--budget", "many"], "'many' is no budget"),
-        (["--bits", "nan"], "is no budget"),
-        (["--bits", "-4"], "is no budget"),
+        (["--budget", "many"], "--budget 'many' is no budget; write 90MB"),
+        (["--bits", "nan"], "--bits nan: give a number above 0"),
+        (["--bits", "-4"], "--bits -4: give a number above 0"),
+        (["--tokens-per-second", "1e20"], "--tokens-per-second 1e+20: give a number above 0, with 15 digits"),
+    ],
+)
+def test_a_budget_that_is_none_is_refused_below_the_usage(tmp_path, options, why):
+    assert misuse(invoke("fit", tmp_path, "--text", "builtin", *options)).startswith(why)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
         (
             ["--bits", "3"],
             "--bits 3: E5M3, the smallest there is, takes 713.0 kB, 4.139 bits per weight; give --bits "

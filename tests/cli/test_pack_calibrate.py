@@ -9,6 +9,7 @@ from otaro.cli.main import app
 from otaro.export.run import export
 from otaro.file.coding import read_calibrated
 from otaro.file.io import NestedDirectory
+from tests.refusals import misuse
 
 
 def invoke(*words):
@@ -78,8 +79,6 @@ def test_a_gguf_file_is_calibrated_with_the_tokenizer_inside(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--samples", 3], "--samples is for packing with --calibrate TEXT"),
-        (["--device", "cuda"], "--device is for packing with --calibrate TEXT"),
         (["--calibrate", "no-such-file.txt"], "--calibrate no-such-file.txt does not exist"),
         (["--calibrate", ""], "--calibrate is empty"),
         (["--calibrate", "builtin", "--device", "foo"], "unknown device 'foo'"),
@@ -90,4 +89,11 @@ def test_options_that_do_not_fit_are_refused_in_their_own_words(words, said, tmp
     done = invoke("pack", "builtin", tmp_path / "out", *words)
     assert done.exit_code != 0
     assert said in str(done.exception) + " ".join(done.output.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("option", "value"), [("--samples", 3), ("--device", "cuda")])
+def test_options_of_calibrating_alone_are_refused_without_it(option, value, tmp_path):
+    told = misuse(invoke("pack", "builtin", tmp_path / "out", option, value))
+    assert told.startswith(f"{option} is for packing with --calibrate TEXT")
     assert list(tmp_path.iterdir()) == []

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 import otaro
 from otaro.builtin import MODEL_DIR, topics_training_text
-from otaro.cli.main import app
+from otaro.cli.main import app, main
 from otaro.cli.tune_run import TuningRun
 from otaro.tune import processes
 from otaro.tune.config import recipe
@@ -256,6 +256,21 @@ def test_what_fails_in_one_process_alone_before_they_meet_is_said_after_a_while(
     monkeypatch.setattr(processes.time, "sleep", waited.append)
     assert processes.may_speak()
     assert waited == [processes.GRACE]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_process_has_the_time_to_say_what_is_wrong_with_the_command_line(monkeypatch, rank):
+    for key, value in {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(key, value)
+    waited, left = [], []
+    monkeypatch.setattr(processes.time, "sleep", waited.append)
+    monkeypatch.setattr(processes, "mute_others", lambda: None)
+    monkeypatch.setattr(os, "_exit", lambda status: left.append((status, len(waited))))
+    monkeypatch.setattr(sys, "argv", ["otaro", "tune", "builtin", "--data", "x", "--out", "y", "--lr", "0"])
+    with pytest.raises(SystemExit):
+        main()
+    assert left[0] == (2, rank)  # the second waited before it ended
+    assert waited == [processes.GRACE] * rank
 
 
 def test_other_commands_are_one_process_s_work(monkeypatch):

@@ -112,22 +112,23 @@ def bench(
     from otaro.file.hub import Hub
 
     if against not in (None, LLAMA):
-        raise otaro.OtaroError(f"--against {against}: {LLAMA} is what there is to compare with")
+        raise console.Misuse(f"--against {against}: {LLAMA} is what there is to compare with")
     if parallel is not None and transformers:
-        raise otaro.OtaroError("--transformers reads one sequence, and --parallel several: give either")
+        raise console.Misuse("--transformers reads one sequence, and --parallel several: give either")
     if text is not None and draft is None:
-        raise otaro.OtaroError("--text is for --draft, which is not given")
+        raise console.Misuse("--text is for --draft, which is not given")
     if draft is not None and (parallel or transformers or against):
-        raise otaro.OtaroError(
+        raise console.Misuse(
             "--draft is timed beside the model alone: leave out --parallel, --transformers and --against"
         )
-    chosen = [name.strip() for name in precision.split(",")] if precision else None
+    chosen = None if precision is None else [name.strip() for name in precision.split(",")]
     if draft is not None and chosen is not None and len(chosen) > 1:
-        raise otaro.OtaroError("--draft serves one --precision at a time")
+        raise console.Misuse("--draft serves one --precision at a time")
     console.check_precisions("--precision", precision, *(chosen or ()), fits=True)
     console.check_precisions("--kv", kv)
-    for one in draft.split(",") if draft else ():
+    for one in () if draft is None else draft.split(","):
         check_draft(one)
+    counts = None if parallel is None else _counts(parallel)
     console.quiet_transformers()
     ours = {
         "prompt_tokens": prompt_tokens,
@@ -137,7 +138,7 @@ def bench(
         "threads": threads,
     }
     given: dict[str, Any] = {name: value for name, value in ours.items() if value is not None}
-    given["kv"] = otaro.Precision(kv) if kv else None
+    given["kv"] = None if kv is None else otaro.Precision(kv)
     result: Bench | Parallel | Drafts
     with console.named_as_options(), console.progress_bar("timing") as progress:
         options: dict[str, Any] = {
@@ -150,10 +151,10 @@ def bench(
             passages = heldout_text() if text is None else open_text(text).content
             alone, drafts = chosen[0] if chosen else None, draft.split(",")
             result = drafting.bench(directory, drafts, drafting.Settings(**given), passages, alone, **options)
-        elif parallel is not None:
+        elif counts is not None:
             settings = speed.Settings(**{"tokens": 32, "context": 64, "rounds": 3, **given})
             result = together.bench(
-                directory, _counts(parallel), settings, chosen, with_llama=against == LLAMA, **options
+                directory, counts, settings, chosen, with_llama=against == LLAMA, **options
             )
         else:
             settings = speed.Settings(**given)
@@ -179,7 +180,11 @@ def _counts(parallel: str) -> list[int]:
     parts = [part.strip() for part in parallel.split(",")]
     if not all(part.isdecimal() for part in parts):
         raise typer.BadParameter("must be of the form 1,2,4,8", param_hint=f"--parallel {parallel}")
-    return [int(part) for part in parts]
+    counts = [int(part) for part in parts]
+    if not all(counts) or len(set(counts)) < len(counts):
+        told = "give numbers of sequences, such as 1,2,4,8, none twice"
+        raise typer.BadParameter(told, param_hint=f"--parallel {parallel}")
+    return counts
 
 
 def show_parallel(result: Parallel) -> None:

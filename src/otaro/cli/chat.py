@@ -83,7 +83,7 @@ def chat(
     model, tokenizer = open_model(directory, precision, device, Hub(revision, token, cache_dir))
     with console.named_as_options():
         check_coarser(model, draft, chosen)
-        session = ChatSession(model, tokenizer, Precision(kv) if kv else None, system)
+        session = ChatSession(model, tokenizer, None if kv is None else Precision(kv), system)
     at = console.describe_precision(model)
     console.err.print(
         f"[bold]{console.escape(directory)}[/] at {at}. /help lists the commands.", highlight=False

@@ -30,6 +30,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+from typer._click.exceptions import UsageError
 
 from otaro.errors import OtaroError, OtaroWarning, PrecisionError
 from otaro.readable import size as size
@@ -201,12 +202,25 @@ def warnings_in_a_line() -> Iterator[None]:
         warnings.showwarning = usual
 
 
+class Misuse(UsageError, OtaroError):
+    """What is wrong with the command line itself, whatever lies on the disk: ends with status 2."""
+
+
+@contextmanager
+def usage() -> Iterator[None]:
+    """Have what is refused inside end as a wrong command line."""
+    try:
+        yield
+    except OtaroError as error:
+        raise Misuse(str(error)) from error
+
+
 def parse_precision(text: str, option: str = "--precision") -> dict[str, str]:
     """`E5M3,lm_head=E5M4` as a mapping from patterns to precisions; a precision alone is for all modules."""
     parts = [part.rpartition("=") for part in text.split(",")]
     found = {(pattern or "*").strip(): precision.strip() for pattern, _, precision in parts}
     if len(found) < len(parts):
-        raise OtaroError(
+        raise Misuse(
             f"{option} {text}: one of the modules has two precisions; write E5M4, or E5M3,lm_head=E5M4"
         )
     check_precisions(option, text, *found.values(), fits=True)
@@ -217,14 +231,19 @@ def check_precisions(
     option: str, given: str | None, *names: str, fits: bool = False, others: tuple[str, ...] = ()
 ) -> None:
     """Refuse an option whose precisions do not exist, before a model is opened; `names` are those in it."""
-    from otaro.file.fits import is_fit
+    from otaro.file.fits import fit_name, is_fit
 
     known = [*others, *map(str, PRECISIONS)]
-    for name in names or filter(None, [given]):
-        if name.upper() not in map(str.upper, known) and not (fits and is_fit(name)):
+    for name in names or (() if given is None else (given,)):
+        if fits and is_fit(name):
+            try:
+                fit_name(name)
+            except PrecisionError as error:
+                raise Misuse(f"{option} {error}" if name == given else f"{option} {given}: {error}") from None
+        elif name.upper() not in map(str.upper, known):
             odd = "" if name == given else f"{name} is no precision; "
             more = " or a fit such as fit:90MB" if fits else ""
-            raise PrecisionError(f"{option} {given}: {odd}choose from {', '.join(known)}{more}")
+            raise Misuse(f"{option} {given}: {odd}choose from {', '.join(known)}{more}")
 
 
 @contextmanager

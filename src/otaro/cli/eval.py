@@ -111,7 +111,7 @@ def evaluate(
     import otaro
     from otaro.evaluate.quality import Record
     from otaro.evaluate.run import Evaluation, Wanted
-    from otaro.evaluate.subject import Subject
+    from otaro.evaluate.subject import Subject, parse_precisions
     from otaro.evaluate.windows import parse_kv
     from otaro.file.hub import Hub
 
@@ -125,13 +125,16 @@ def evaluate(
     on_tasks = {"--data-dir": data_dir, "--limit": limit}
     for needed, value, options in (("--text", text, on_text), ("--tasks", tasks, on_tasks)):
         if value is None and (odd := [name for name, given in options.items() if given is not None]):
-            raise otaro.OtaroError(f"{odd[0]} says how to measure with {needed}, which is not given")
+            raise console.Misuse(f"{odd[0]} says how to measure with {needed}, which is not given")
     if not text and not tasks:
-        raise otaro.OtaroError(
+        raise console.Misuse(
             "there is nothing to measure: give --text FILE (or --text builtin), --tasks NAMES, or both"
         )
     asked = [name.strip() for name in precision.split(",")]
     console.check_precisions("--precision", precision, *asked, fits=True, others=("all", "fp"))
+    with console.usage():
+        parse_precisions(precision)
+        kinds = () if kv is None else parse_kv(kv)
     console.quiet_transformers()
     with console.err.status("looking at model, text and tasks ..."):
         subject = Subject(
@@ -155,7 +158,7 @@ def evaluate(
             limit,
             batch_size,
             bos=not no_bos,
-            kv=parse_kv(kv) if kv else (),
+            kv=kinds,
         )
         evaluation = Evaluation(subject, wanted)
         place = out if out is not None else subject.path if subject.is_directory else None

@@ -53,7 +53,8 @@ def fit(
     """
     from otaro.evaluate.fit import Fitting, budget_of
 
-    wanted = budget_of(budget, bits, tokens_per_second)
+    with console.usage():
+        wanted = budget_of(budget, bits, tokens_per_second)
     console.quiet_transformers()
     with console.err.status("looking at model and text ..."):
         fitting = Fitting(directory, open_text(text), tokens=tokens, device=device)

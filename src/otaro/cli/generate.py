@@ -146,7 +146,7 @@ def open_model(directory: str, precision: str | None, device: str, hub: Hub) -> 
     import otaro
     from otaro.runtime.load import load_tokenizer
 
-    wanted = console.parse_precision(precision) if precision else None
+    wanted = None if precision is None else console.parse_precision(precision)
     console.quiet_transformers()
     with console.err.status("opening ..."):
         model = otaro.load(
@@ -164,7 +164,7 @@ def check_draft(draft: str | None) -> None:
     """Refuse a draft that there is none of, before a model is opened."""
     from otaro.runtime.draft import Draft
 
-    with console.named_as_options():
+    with console.usage(), console.named_as_options():
         Draft.of(draft)
 
 
@@ -229,17 +229,17 @@ def stopping(stop: list[str] | None, tokenizer: Any) -> dict[str, Any]:
 
 def phases(prefill: str | None, decode: str | None, schedule: str | None, kv: str | None) -> dict[str, Any]:
     """Arguments for `model.generate` that say which precision reads, writes, and keeps keys and values."""
-    if schedule and (prefill or decode):
-        other = "--prefill" if prefill else "--decode"
+    if schedule is not None and not prefill is decode is None:
+        other = "--decode" if prefill is None else "--prefill"
         raise typer.BadParameter(f"it says all there is to say; leave out {other}", param_hint="--schedule")
     chosen: dict[str, Any] = {}
-    if prefill:
+    if prefill is not None:
         chosen["prefill"] = console.parse_precision(prefill, "--prefill")
-    if decode:
+    if decode is not None:
         chosen["decode"] = console.parse_precision(decode, "--decode")
-    if schedule:
+    if schedule is not None:
         steps = [part.split(":", 1) for part in schedule.split(",")]
-        if any(len(step) != 2 or not step[0].strip().isdigit() for step in steps):
+        if any(len(step) != 2 or not step[0].strip().isdecimal() for step in steps):
             raise typer.BadParameter(
                 "must be of the form 0:E5M8,100:E5M4", param_hint=f"--schedule {schedule}"
             )
@@ -249,7 +249,7 @@ def phases(prefill: str | None, decode: str | None, schedule: str | None, kv: st
             )
         chosen["schedule"] = {int(at): precision.strip() for at, precision in steps}
         console.check_precisions("--schedule", schedule, *chosen["schedule"].values(), fits=True)
-    if kv:
+    if kv is not None:
         console.check_precisions("--kv", kv)
         chosen["kv"] = kv
     return chosen

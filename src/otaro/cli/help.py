@@ -30,7 +30,7 @@ from typer._click.exceptions import (
 )
 from typer.core import TyperCommand, TyperGroup
 
-from otaro.cli.console import err, escape
+from otaro.cli.console import Misuse, err, escape
 
 WIDEST = 110
 LEFT = 27  # columns at most for an option and its value, which go on in the next line
@@ -85,6 +85,8 @@ def _told_alike(ctx: Any) -> Iterator[None]:
 
 def _complaint(error: Any) -> str:
     """`--steps 0: must be at least 1`, whoever found it: click, typer or pydantic."""
+    if isinstance(error, Misuse):
+        return error.message
     if isinstance(error, NoSuchOption):
         near = f"; did you mean {' or '.join(error.possibilities)}?" if error.possibilities else ""
         return f"there is no option {error.option_name}{near}"

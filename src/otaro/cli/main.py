@@ -115,7 +115,10 @@ def check_words(words: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Run the command line; a refusal becomes one clear line and exit status 1, of several processes too."""
+    """Run the command line; a refusal becomes one clear line and exit status 1, of several processes too.
+
+    What is wrong with the command line itself is told below its usage, and ends with 2.
+    """
     processes.mute_others()
     wait_asleep()
     try:
@@ -134,6 +137,7 @@ def main() -> None:
         _leave()
     except SystemExit as end:
         if end.code:
+            processes.may_speak()  # the first has said why; the others give it the time to
             _leave(end.code if isinstance(end.code, int) else 1)
         raise
 

@@ -79,7 +79,9 @@ def pack(
     if calibrate is None and (
         given := "--samples" if samples is not None else "--device" if device is not None else None
     ):
-        raise OtaroError(f"{given} is for packing with --calibrate TEXT; give a text, or leave {given} out")
+        raise console.Misuse(
+            f"{given} is for packing with --calibrate TEXT; give a text, or leave {given} out"
+        )
     started = time.perf_counter()
     calibrated: Calibrated | None = None
     options: dict[str, Any] = {

@@ -136,11 +136,12 @@ def serve(
     console.check_precisions("--auto-finest", auto_finest)
     console.check_precisions("--auto-coarsest", auto_coarsest)
     console.check_precisions("--kv", kv)
-    with console.named_as_options():
+    keys = _keys(api_key, api_key_file)
+    with console.usage(), console.named_as_options():
         settings = Settings(
             precision=precision,
             draft=draft,
-            keys=_keys(api_key, api_key_file),
+            keys=keys,
             origins=tuple(cors or ()),
             max_body_bytes=max_body_bytes,
             max_prompt_tokens=max_prompt_tokens,

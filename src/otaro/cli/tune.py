@@ -65,8 +65,6 @@ def tune(
     from otaro.file.hub import Hub
 
     given = {name: value for name, value in flags.items() if value is not None}
-    if "epochs" in given and "steps" in given:
-        raise config.ConfigError("--epochs and --steps contradict each other; give one")
     around = config.Around()
     if resume:
         before = RunFolder(out).stated()
@@ -81,23 +79,29 @@ def tune(
             data or before["data"],
         )
         revision = revision or before.get("revision")
-    else:
-        options, training = config.recipe(recipe or "best", given.get("method"))
-    if model is None or data is None:
-        raise config.ConfigError(
-            f"{'MODEL' if model is None else '--data'} is missing; only --resume needs no more than --out"
-        )
-    if "precisions" in given:
-        names = given.pop("precisions")
-        console.check_precisions("--precisions", names, *names.split(","))
-        options = config.with_precisions(options, names.split(","))
+    with console.usage():
+        if model is None or data is None:
+            raise config.ConfigError(
+                f"{'MODEL' if model is None else '--data'} is missing; only --resume needs no more than --out"
+            )
+        if "epochs" in given and "steps" in given:
+            raise config.ConfigError("--epochs and --steps contradict each other; give one")
+        if not resume:
+            options, training = config.recipe(recipe or "best", given.get("method"))
+        if "precisions" in given:
+            names = given.pop("precisions")
+            console.check_precisions("--precisions", names, *names.split(","))
+            options = config.with_precisions(options, names.split(","))
+        options, training = chosen(options, given), chosen(training, given)
+        around = chosen(around, given)
+        options.check_rate(training.lr)
     result = TuningRun(
         model,
         data,
         out,
-        chosen(options, given),
-        chosen(training, given),
-        chosen(around, given),
+        options,
+        training,
+        around,
         recipe=recipe or "best",
         resume=resume,
         hub=Hub(revision, token, cache_dir),

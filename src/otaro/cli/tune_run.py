@@ -54,7 +54,6 @@ class TuningRun:
         from otaro.file.checkpoint import HUB
         from otaro.tune.config import Around, ConfigError
 
-        options.check_rate(training.lr)
         if launcher_says("ACCELERATE_USE_FSDP"):
             training = replace(training, fsdp=True)
         if training.fsdp and processes.size() == 1:

@@ -273,9 +273,18 @@ def budget_of(budget: str | None, bits: float | None, tokens_per_second: float |
     if len(given) != 1:
         raise OtaroError("give one budget: --budget 90MB, --bits 4.5, or --tokens-per-second 40")
     if budget is not None:
-        return Budget.parse(budget)
-    amount, unit = (bits, "bits") if bits is not None else (tokens_per_second, "tps")
-    return Budget.parse(f"{Decimal(str(amount)):f}{unit}")
+        try:
+            return Budget.parse(budget)
+        except OtaroError as error:
+            raise OtaroError(f"--budget {error}") from None
+    option, amount, unit = "--tokens-per-second", tokens_per_second, "tps"
+    if bits is not None:
+        option, amount, unit = "--bits", bits, "bits"
+    try:
+        return Budget.parse(f"{Decimal(str(amount)):f}{unit}")
+    except OtaroError:
+        digits = "with 15 digits before the point and 6 behind it at most"
+        raise OtaroError(f"{option} {amount:g}: give a number above 0, {digits}") from None
 
 
 def _replaced(before: Fit | None, fit: Fit) -> list[str]:

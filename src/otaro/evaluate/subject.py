@@ -53,10 +53,9 @@ def parse_precisions(text: str) -> list[str] | None:
     if names == [ALL]:
         return None
     exact = {name.upper(): name for name in PRECISION_NAMES}
-    if odd := [name for name in names if name.upper() not in exact and not is_fit(name)]:
+    if any(name.upper() not in exact and not is_fit(name) for name in names):
         raise PrecisionError(
-            f"unknown precision {odd[0]!r}; give all, or some of {', '.join(PRECISION_NAMES)}, or fits such "
-            "as fit:90MB"
+            f"--precision {text}: give all, or some of {', '.join(PRECISION_NAMES)}, or fits such as fit:90MB"
         )
     return in_order(fit_name(name) if is_fit(name) else exact[name.upper()] for name in names)
 
