@@ -24,6 +24,7 @@ from otaro.evaluate.run_folder import Run
 from otaro.evaluate.subject import Subject
 from otaro.file.atomic import alone
 from otaro.file.io import NestedDirectory
+from otaro.idle import idle
 from otaro.tune.trainer import OtaroTrainer
 from tests.refusals import misuse
 
@@ -123,6 +124,127 @@ def test_the_recipe_of_the_paper_delays_updates(text, tmp_path):
     assert (stated["training"]["optimizer"], stated["options"]["reconstruction"]) == ("sgd", "truncate")
 
 
+def read(stated):
+    """What a run states, without the options that it does not read."""
+    unread = idle({**stated["options"], **stated["training"]})
+    parts = {
+        part: {k: v for k, v in stated[part].items() if k not in unread} for part in ("options", "training")
+    }
+    return {**stated, **parts}
+
+
+IDLE = [
+    (
+        ["--method", "fp", "--distill", "0.5"],
+        "--distill 0.5 has no effect with --method fp: all of its steps are",
+    ),
+    (
+        ["--lambda", "3"],
+        "--lambda 3 has no effect with --recipe best: it is for --method otaro and bps; leave it out",
+    ),
+    (["--recipe", "best", "--lambda", "3"], "--lambda 3 has no effect with --recipe best: "),
+    (
+        ["--recipe", "best", "--method", "uniform", "--lambda", "3"],
+        "--lambda 3 has no effect with --method uniform: ",
+    ),
+    (["--method", "fp", "--lambda", "3"], "--lambda 3 has no effect with --method fp: "),
+    (["--method", "fp", "--precisions", "E5M4"], "--precisions E5M4 has no effect with --method fp: "),
+    (
+        ["--method", "bps", "--delay", "5"],
+        "--delay 5 has no effect with --method bps: it is for --method otaro; ",
+    ),
+    (
+        ["--ultra-low", "E5M4", "--accumulate", "mean"],
+        "--ultra-low E5M4 has no effect with --recipe best: it is for --method otaro; "
+        "--accumulate mean has no effect with --recipe best: it is for --method otaro; leave them out",
+    ),
+    (["--accumulator", "host"], "--accumulator host has no effect with --recipe best: "),
+    (["--leftover", "apply"], "--leftover apply has no effect with --recipe best: "),  # the default, too
+    (
+        ["--recipe", "paper", "--weights", "1,1,1,1,1,1"],
+        "--weights 1,1,1,1,1,1 has no effect with --recipe paper: ",
+    ),
+    (
+        ["--method", "uniform", "--distill-at", "E5M4"],
+        "--distill-at E5M4 has no effect with --method uniform: ",
+    ),
+    (
+        ["--distill", "0", "--distill-at", "E5M4"],
+        "--distill-at E5M4 has no effect with --distill 0: nothing is ",
+    ),
+    (
+        ["--distill-at", "E5M8"],
+        "--distill-at E5M8 has no effect with --recipe best: no step is at a precision of",
+    ),
+    (
+        ["--distill", "0.2", "--precisions", "E5M8,E5M7"],
+        "--distill 0.2 has no effect with --precisions E5M8,E5M7: no step is at a precision of --distill-at",
+    ),
+    (
+        ["--recipe", "paper", "--calibrate"],
+        "--calibrate has no effect with --recipe paper: it chooses codes that",
+    ),
+    (
+        ["--reconstruction", "truncate", "--calibrate"],
+        "--calibrate has no effect with --reconstruction truncate: ",
+    ),
+    (["--fsdp", "--calibrate"], "--calibrate has no effect with --fsdp: a sharded model cannot be judged; "),
+    (
+        ["--hold-out", "0", "--average", "0.3"],
+        "--average 0.3 has no effect with --hold-out 0: nothing is held out",
+    ),
+    (
+        ["--hold-out", "0", "--eval-tokens", "99"],
+        "--eval-tokens 99 has no effect with --hold-out 0: nothing is ",
+    ),
+    (
+        ["--hold-out", "0.1", "--eval-data", "x.txt"],
+        "--hold-out 0.1 has no effect with --eval-data x.txt: that is ",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"), IDLE, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+)
+def test_an_option_that_has_no_effect_is_refused_beside_the_one_that_decides_so(tmp_path, flags, words):
+    words_before = ["tune", "builtin", "--data", "builtin", "--out", tmp_path / "run"]
+    assert misuse(invoke(*words_before, *flags)).startswith(words)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [
+            "--method",
+            "fp",
+            "--distill",
+            "0",
+            "--full",
+            "0",
+            "--no-calibrate",
+            "--average",
+            "0",
+            "--l2-sp",
+            "0",
+        ],
+        ["--hold-out", "0", "--eval-data", "x.txt", "--eval-tokens", "99", "--calibrate", "--average", "0.5"],
+        ["--hold-out", "0", "--average", "0", "--no-calibrate"],
+        ["--recipe", "paper", "--lambda", "3", "--delay", "5", "--ultra-low", "E5M3", "--leftover", "apply"],
+        ["--recipe", "paper", "--method", "fp", "--lr", "1e-4"],
+        ["--method", "bps", "--lambda", "0", "--distill", "0.5", "--distill-at", "E5M3", "--full", "0.5"],
+        ["--method", "fixed:E5M3", "--distill", "0.5", "--calibrate", "--group-size", "32"],
+        ["--weights", "1,1,1,1,1,1", "--distill-at", "E5M8"],
+    ],
+    ids=" ".join,
+)
+def test_what_is_read_or_asks_for_nothing_is_taken(monkeypatch, tmp_path, flags):
+    monkeypatch.setattr("otaro.cli.tune.TuningRun.go", lambda run: {})
+    done = invoke("tune", "builtin", "--data", "builtin", "--out", tmp_path / "run", "--json", *flags)
+    assert done.exit_code == 0, done.output + repr(done.exception)
+
+
 @pytest.mark.parametrize(
     ("flags", "rate", "added"),
     [
@@ -164,10 +286,10 @@ def test_what_the_recipe_adds_is_for_its_own_method_unless_asked_for(
     stated = chosen[0].stated
     assert stated["training"]["lr"] == rate
     assert {name: stated["options"][name] for name in added} == added
-    # as the report has it: it makes the same run again
+    # as the report has it: it makes the same run again, as far as it was read
     told = Run("run", tmp_path, stated, *[None] * 9).command
     assert CliRunner().invoke(app, [*shlex.split(told)[1:], "--json"]).exit_code == 0
-    assert chosen[1].stated == {**stated, "recipe": "best"}
+    assert read(chosen[1].stated) == {**read(stated), "recipe": "best"}
 
 
 # of other methods: tests/tune/test_resume.py
@@ -250,6 +372,15 @@ def test_the_number_of_processes_belongs_to_a_run(done, copy_of):
         )
         (run / "config.json").write_text(json.dumps({**stated, "launcher": None, **now}))
         assert words.format(launcher, run) in str(invoke("tune", "--resume", "--out", run).exception)
+
+
+def test_a_run_that_goes_on_may_be_told_all_that_it_has(done, copy_of):
+    """As by the command that older reports show: also what it does not read."""
+    run = copy_of(done)
+    same = ["--method", "uniform", "--lambda", 5, "--delay", 10, "--accumulate", "sum", "--steps", 6]
+    again = invoke("tune", "--resume", "--out", run, *same)
+    assert again.exit_code == 0, again.output + repr(again.exception)
+    assert "this run is complete" in again.stderr
 
 
 def test_resuming_notices_other_data_and_another_model_by_their_content(text, done, copy_of, tmp_path):

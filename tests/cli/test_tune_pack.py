@@ -98,7 +98,7 @@ def test_what_is_judged_is_the_loss_of_the_file(model, text, tmp_path, flags):
     ("flags", "why"),
     [
         (["--hold-out", 0], "nothing is held out to judge it by"),
-        (["--reconstruction", "truncate"], "it chooses codes that stand for midpoints, not for truncate"),
+        (["--reconstruction", "truncate"], "it chooses codes that stand for midpoints, not for --recons"),
     ],
     ids=str,
 )
@@ -117,7 +117,8 @@ def test_few_held_out_tokens_judge_nothing(model, text, tmp_path):
 
 def test_few_data_are_packed_plainly(model, tmp_path):
     (tmp_path / "few.txt").write_text(otaro_text()[:1000])
-    report, told = tune(model, tmp_path / "few.txt", tmp_path / "run", "--eval-data", tmp_path / "few.txt")
+    measured_on = ("--hold-out", 0, "--eval-data", tmp_path / "few.txt")
+    report, told = tune(model, tmp_path / "few.txt", tmp_path / "run", *measured_on)
     assert (
         "--calibrate: left out, each weight will be rounded by itself: the examples to calibrate on have"
         in told

@@ -9,7 +9,7 @@ import typer
 
 from otaro.cli import console
 from otaro.cli.tune_heldout import FEW_TOKENS
-from otaro.cli.tune_options import chosen, from_configuration, paper_as_flags
+from otaro.cli.tune_options import chosen, from_configuration, paper_as_flags, refuse_idle
 from otaro.cli.tune_run import TuningRun
 from otaro.tune import config, processes
 
@@ -89,12 +89,14 @@ def tune(
         if not resume:
             options, training = config.recipe(recipe or "best", given.get("method"))
         if "precisions" in given:
-            names = given.pop("precisions")
+            names = given["precisions"]
             console.check_precisions("--precisions", names, *names.split(","))
             options = config.with_precisions(options, names.split(","))
         options, training = chosen(options, given), chosen(training, given)
         around = chosen(around, given)
         options.check_rate(training.lr)
+        if not resume:  # which must be told what the run has, if anything
+            refuse_idle(given, recipe or "best", options, training, around)
     result = TuningRun(
         model,
         data,

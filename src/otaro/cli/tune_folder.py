@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from otaro.file.atomic import explained, write_text
 from otaro.file.run import command_to_resume, read_run
+from otaro.idle import flag
 from otaro.tune.config import ConfigError, renamed
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 OURS = {"config.json", "log.jsonl", "log.jsonl.new", "perplexity.json", "checkpoints"}  # before a run is over
 RAISED = {"steps", "epochs"}  # may be more than when the run was started
 FREE = {"save_every"}  # changes nothing that is learnt
-FLAGS = {"exploration": "lambda"}  # where an option's flag is not its name
 HASHED_AT_ONCE = 4  # files
 
 
@@ -161,11 +161,6 @@ def refuse_other_content(folder: Path, before: dict[str, Any], now: dict[str, An
 
 def _differ(key: str, was: dict[str, Any], is_now: dict[str, Any]) -> bool:
     return key in was and was[key] != is_now[key]
-
-
-def flag(name: str) -> str:
-    """An option as the command line spells it."""
-    return "--" + FLAGS.get(name, name).replace("_", "-")
 
 
 def shown(value: Any) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import Field, fields, replace
+from dataclasses import Field, asdict, fields, replace
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
 from otaro.cli.console import check_precisions, complete_precisions
 from otaro.cli.help import page
+from otaro.idle import flag, idle
 from otaro.sefp.precision import Precision
 from otaro.tune.config import Around, ConfigError, Options, Training, recipe
 
@@ -41,6 +42,27 @@ def chosen(start: _T, given: Mapping[str, Any]) -> _T:
     return replace(
         start, **{name: _read(hints[name], name, value) for name, value in given.items() if name in hints}
     )
+
+
+def refuse_idle(
+    given: Mapping[str, Any], recipe: str, options: Options, training: Training, around: Around
+) -> None:
+    """Refuse what was given and would not be read; 0 asks for nothing, and gets it."""
+    told = []
+    for name, found in idle({**options.to_dict(), **asdict(training), **asdict(around)}).items():
+        if given.get(name):
+            by = next((one for one in (*found.by, "method") if one != name and one in given), None)
+            decides = f"--recipe {recipe}" if by is None else _typed(by, given[by])
+            told.append(f"{_typed(name, given[name])} has no effect with {decides}: {found.why}")
+    if told:
+        raise ConfigError(f"{'; '.join(told)}; leave {'it' if len(told) == 1 else 'them'} out")
+
+
+def _typed(name: str, value: Any) -> str:
+    """An option and its value, as they were given."""
+    if value is True:
+        return flag(name)
+    return f"{flag(name)} {value:g}" if isinstance(value, float) else f"{flag(name)} {value}"
 
 
 def paper_as_flags() -> str:

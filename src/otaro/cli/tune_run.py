@@ -98,7 +98,7 @@ class TuningRun:
             return ended
         with console.err.status("loading model and data ..."):
             model, tokenizer, training, held_out = self._load()
-            windows = self._as_can_be_judged(training, held_out, _positions(model))
+            windows = self._as_can_be_judged(training, _positions(model))
             settings = arguments(self.training, self.around.save_every, self.folder.checkpoints)
             self._tell_memory(model)  # refuses before a folder is made, as the line before does
         found = processes.from_first(self._checkpoint)
@@ -150,28 +150,22 @@ class TuningRun:
             )
         return found
 
-    def _as_can_be_judged(
-        self, training: TokenDataset, held_out: TokenDataset | None, positions: int | None
-    ) -> torch.Tensor | None:
+    def _as_can_be_judged(self, training: TokenDataset, positions: int | None) -> torch.Tensor | None:
         """Windows to calibrate on; without what this run cannot do, or could not judge, which is said."""
         from otaro.calibrate.run import SAMPLES
         from otaro.calibrate.text import LENGTH, windows_of_examples
+        from otaro.idle import idle
         from otaro.tune.trainer import UNJUDGED
 
-        if self.options.average and held_out is None:
+        unread = idle({**self.stated["options"], **self.stated["training"]})
+        if self.options.average and "average" in unread:
             console.remark(UNJUDGED)
             self.options = replace(self.options, average=0.0)
         if not self.options.calibrate:
             return None
         try:
-            if held_out is None:
-                raise OtaroError("nothing is held out to judge it by")
-            if self.options.reconstruction != "midpoint":
-                other = self.options.reconstruction
-                raise OtaroError(f"it chooses codes that stand for midpoints, not for {other}")
-            if self.training.fsdp:
-                advice = "otaro pack --calibrate takes OUT/model and a text"
-                raise OtaroError(f"a sharded model cannot be judged; {advice}")
+            if "calibrate" in unread:
+                raise OtaroError(unread["calibrate"].why)
             examples = (ids for ids, _ in training.examples)
             return windows_of_examples(examples, SAMPLES, min(LENGTH, positions or LENGTH))
         except OtaroError as why:

@@ -30,6 +30,7 @@ from otaro.file.header import BASE, shard_name
 from otaro.file.io import NestedDirectory
 from otaro.file.replace import QUALITY_FILE
 from otaro.file.summary import Summary, summarize
+from otaro.idle import flag, idle
 
 T = TypeVar("T")
 Stage = Literal["before", "after"]
@@ -43,7 +44,6 @@ FULL_PASS = (
     "usual has them: they need no steps of their own"
 )
 BENCH_SETTINGS = tuple(records.BenchSettings.__annotations__)
-_FLAGS = {"exploration": "lambda"}  # where an option's flag is not its name
 _CACHED = 8e6  # bytes of weights that stay in a cache of most processors
 
 
@@ -89,7 +89,7 @@ class Run:
 
     @property
     def command(self) -> str:
-        """The `otaro tune` that made this run, with every option as it was resolved."""
+        """The `otaro tune` that made this run, with every option that it read, as it was resolved."""
         assert self.tuning is not None
         count = self.tuning.get("processes", 1)
         words = ["torchrun", "--nproc_per_node", str(count), "-m", "otaro"] if count > 1 else ["otaro"]
@@ -97,14 +97,14 @@ class Run:
         words += ["tune", model, "--data", data, "--out", str(self.path)]
         said = {"revision": self.tuning.get("revision"), **self.tuning["options"], **self.tuning["training"]}
         # its own share in full precision, which a named method would take away
-        of_recipe = said.get("full", 0.0) is None
+        of_recipe, unread = said.get("full", 0.0) is None, idle(said)
         for name, value in said.items():
             if of_recipe and name == "calibrate" and value is False:
                 words.append("--no-calibrate")  # which the recipe does
             untold = (of_recipe and name == "method") or (name == "epochs" and said.get("steps"))
-            if untold or value is None or value is False:
+            if untold or name in unread or value is None or value is False:
                 continue
-            words.append("--" + _FLAGS.get(name, name).replace("_", "-"))
+            words.append(flag(name))
             if value is not True:
                 words.append(",".join(map(str, value)) if isinstance(value, list) else str(value))
         return shlex.join(words)

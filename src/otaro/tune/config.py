@@ -33,8 +33,8 @@ class ConfigError(OtaroError, ValueError):
 
 
 # Panels of `otaro tune --help`.
-METHOD, SEARCH, TRAINING, MEMORY = "Method", "Path search (of otaro and bps)", "Training", "Memory and speed"
-DATA = "Data"
+METHOD, SEARCH, DELAY = "Method", "Path search (of otaro and bps)", "Delayed updates (of otaro)"
+TRAINING, MEMORY, DATA = "Training", "Memory and speed", "Data"
 
 
 def flag(default: _T, panel: str, help_text: str, name: str = "") -> _T:
@@ -103,17 +103,13 @@ class Options:
     )
     group_size: int = flag(GROUP_SIZE, METHOD, "Weights that share a scale, a multiple of 32.")
     exploration: float = flag(5.0, SEARCH, "How much the path search explores.", "--lambda")
-    delay: int = flag(10, SEARCH, "Ultra-low batches to one update: the paper's N.")
+    delay: int = flag(10, DELAY, "Ultra-low batches to one update: the paper's N.")
     ultra_low: tuple[Precision, ...] = flag(
-        (Precision("E5M4"), Precision("E5M3")), SEARCH, "Precisions whose updates are delayed."
+        (Precision("E5M4"), Precision("E5M3")), DELAY, "Precisions whose updates are delayed."
     )
-    accumulate: Reduction = flag("sum", SEARCH, "What of the delayed gradients is applied.")
-    accumulator: Place = flag("device", SEARCH, "Where delayed gradients are kept.")
-    leftover: Leftover = flag(
-        "apply",
-        SEARCH,
-        "What becomes of gradients that still wait at the end; the paper's listing drops them.",
-    )
+    accumulate: Reduction = flag("sum", DELAY, "What of the delayed gradients is applied.")
+    accumulator: Place = flag("device", DELAY, "Where delayed gradients are kept.")
+    leftover: Leftover = flag("apply", DELAY, "What becomes of gradients that still wait at the end.")
 
     def __post_init__(self) -> None:
         """Refuse what makes no sense."""
@@ -309,7 +305,7 @@ class Around:
     """What surrounds the training: data that are left out, what is measured, when it is saved."""
 
     skip_bad_rows: bool = flag(False, DATA, "Leave out rows that cannot be used.")
-    hold_out: float = flag(0.05, DATA, "Share of the data to measure perplexity on and not to train on.")
+    hold_out: float = flag(0.05, DATA, "Share of the data to measure on and not to train on.")
     eval_data: str | None = flag(None, DATA, "Data to measure perplexity on, instead of held-out data.")
     eval_tokens: int = flag(16_384, DATA, "Tokens to measure perplexity on.")
     save_every: int = flag(100, TRAINING, "Optimizer steps between checkpoints.")
