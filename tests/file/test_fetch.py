@@ -19,11 +19,20 @@ from typer.testing import CliRunner
 
 import otaro
 from otaro.cli.main import app
-from otaro.errors import CheckpointError, DigestError, FetchError, FormatError, ShardMissingError, TargetError
+from otaro.errors import (
+    CheckpointError,
+    DigestError,
+    FetchError,
+    FormatError,
+    PrecisionError,
+    ShardMissingError,
+    TargetError,
+)
 from otaro.file import fetch as fetching
 from otaro.file import remote
 from otaro.file import source as sources
 from otaro.file.fetch import FOLDER, fetch
+from otaro.file.fits import Fit, bytes_of, weights_of
 from otaro.file.header import shard_name
 from otaro.file.hub import Hub
 from otaro.file.io import NestedDirectory
@@ -90,6 +99,65 @@ def test_the_command_says_what_is_there_and_what_more_there_is(server, tmp_path)
     assert lines[0].startswith(f"{tmp_path / 'out'} is complete up to E5M3, 739.3 kB; 739.3 kB came in ")
     assert lines[1:] == [f"`otaro fetch {server.address} {tmp_path / 'out'} --precision E5M8` adds 906.9 kB"]
     assert "nothing was missing" in run("fetch", server.address, tmp_path / "out", "-p", "E5M3").stdout
+
+
+def fits_of(packed, **finest):
+    """precisions.json with fits of such names, each with one tensor at its finest and others at E5M3."""
+    nested = NestedDirectory(packed)
+    names, stated = list(nested.schema.packed), {}
+    for name, precision in finest.items():
+        precisions = dict.fromkeys(names, E5M3) | {names[0]: otaro.Precision(precision)}
+        size = bytes_of(nested, precisions)
+        about = {
+            "bytes": size, "bits_per_weight": 8 * size / weights_of(nested), "predicted": 0.1,
+            "measured": 0.1, "uniform": "E5M3", "uniform_measured": 0.2, "text": "t",
+            "text_sha256": "0" * 64, "command": "otaro fit", "date": "2026-11-16",
+        }  # fmt: skip
+        stated[name] = Fit(name, precisions, about).to_dict()
+    return json.dumps({"version": 1, "model": nested.model, "fits": stated}).encode()
+
+
+def test_of_a_fit_what_its_finest_precision_needs_comes(server, packed, tmp_path):
+    out = tmp_path / "out"
+    server.files["precisions.json"] = fits_of(packed, **{"90MB": "E5M5", "4.5bits": "E5M4"})
+    run("fetch", server.address, out, "--precision", "FIT:4.50 bits")
+    assert NestedDirectory(out).finest == E5M4
+    assert set(otaro.precisions_of(otaro.load(out, "fit:4.5bits")).values()) == {E5M3, E5M4}
+    server.files["precisions.json"] = b"gone"  # as OUT has the file
+    told = json.loads(run("fetch", server.address, out, "--precision", "fit:90MB", "--json").stdout)
+    assert (told["finest"], told["fetched"]) == ("E5M5", [SHARDS[2]])
+    otaro.load(out, "fit:90MB")
+
+
+def test_fits_of_elsewhere_that_cannot_be_read_are_named_by_where_they_lie(server):
+    server.files["precisions.json"] = b"{}"
+    said = run("inspect", server.address).stderr
+    assert f"note: not shown: precisions.json at {server.address} cannot be used: " in said
+
+
+def test_a_fit_that_cannot_be_had_is_refused_and_nothing_is_left(server, packed, tmp_path):
+    out = tmp_path / "out"
+
+    def refused(kind, words):
+        with pytest.raises(kind, match=words):
+            fetch(server.address, out, "fit:90MB")
+
+    make = f"; fetch E5M8 to E5M3, and make it with: otaro fit {out} --text FILE --budget 90MB"
+    refused(PrecisionError, f"{server.address} has no fit:90MB, there are no fits{make}")
+    server.files["precisions.json"] = fits_of(packed, **{"80MB": "E5M5", "4.5bits": "E5M4"})
+    refused(PrecisionError, f"has no fit:90MB, there are fit:80MB, fit:4.5bits{make}")
+    server.files["precisions.json"] = fits_of(packed.parent / "other", **{"90MB": "E5M5"})
+    refused(FormatError, f"precisions.json at {server.address} cannot be used: it is for another model")
+    assert not out.exists()
+    with pytest.raises(PrecisionError, match="fit:many: 'many' is no budget"):
+        fetch(server.address, out, "fit:many")
+    server.files["precisions.json"] = fits_of(packed, **{"80MB": "E5M5"})
+    fetch(server.address, out, E5M3)
+    server.files["precisions.json"] = fits_of(packed, **{"90MB": "E5M5"})
+    kept = out / "precisions.json"
+    refused(TargetError, f"{kept} lacks fit:90MB, which {server.address} has; move it away, and theirs comes")
+    kept.unlink()
+    assert fetch(server.address, out, "fit:90MB").nested.finest == E5M5
 
 
 @pytest.mark.parametrize("form", ["file://{}", "{}"])

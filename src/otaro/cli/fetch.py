@@ -12,7 +12,7 @@ import typer
 
 from otaro.cli import console
 from otaro.cli.help import page
-from otaro.sefp.precision import Precision, of_mantissa_bits
+from otaro.sefp.precision import of_mantissa_bits
 
 if TYPE_CHECKING:
     from otaro.file.fetch import Fetched
@@ -40,8 +40,8 @@ def fetch(
     precision: Annotated[
         str | None,
         console.precision_option(
-            "Fetch what this precision needs, E5M8 to E5M3; by default all that there is. Call again for a "
-            "finer one.",
+            "Fetch what this precision needs, E5M8 to E5M3 or a fit: fit:90MB; by default all that there is. "
+            "Call again for a finer one.",
             "--precision",
             "-p",
         ),
@@ -56,14 +56,14 @@ def fetch(
     After a cut, the same command goes on where it stopped.
     """
     started = time.perf_counter()
-    console.check_precisions("--precision", precision)
-    wanted = None if precision is None else Precision(precision)
+    console.check_precisions("--precision", precision, fits=True)
     try:
         from otaro.file.fetch import fetch as fetch_model
         from otaro.file.hub import Hub
 
         with console.progress_bar("fetching (MB)", 1_000_000) as progress:
-            fetched = fetch_model(model, out, wanted, hub=Hub(revision, token), progress=_with_rate(progress))
+            hub, rated = Hub(revision, token), _with_rate(progress)
+            fetched = fetch_model(model, out, precision, hub=hub, progress=rated)
     except KeyboardInterrupt:
         console.remark("interrupted: what has come is kept, and the same command goes on from there")
         raise typer.Exit(130) from None

@@ -104,7 +104,8 @@ def _of_headers(model: str, hub: Hub) -> _Found:
         for name in (CODING_FILE, QUALITY_FILE, FITS_FILE):
             if not read_small(source, name, place / name):
                 (place / name).unlink(missing_ok=True)
-        return summary, _calibrated(place), _quality(place, summary), _fits(place, summary.model, remote)
+        fits = _fits(place, summary.model, remote, str(source))
+        return summary, _calibrated(place), _quality(place, summary), fits
 
 
 def _calibrated(directory: Path) -> CalibratedOn | None:
@@ -130,13 +131,13 @@ def _quality(directory: Path, summary: Summary) -> Quality | None:
         return None
 
 
-def _fits(directory: Path, model: str, stored: Stored) -> dict[str, Fit]:
+def _fits(directory: Path, model: str, stored: Stored, source: str = "") -> dict[str, Fit]:
     """What `otaro fit` found for a model, where a file says so that can be read."""
     from otaro.errors import FormatError
     from otaro.file.fits import read_fits_in
 
     try:
-        return read_fits_in(directory, model, stored)
+        return read_fits_in(directory, model, stored, source)
     except FormatError as error:
         console.err.print(f"note: not shown: {console.escape(str(error))}", highlight=False)
         return {}

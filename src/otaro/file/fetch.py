@@ -18,15 +18,26 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from otaro.errors import DigestError, FetchError, FormatError, OtaroError, ShardMissingError, TargetError
+from otaro.errors import (
+    DigestError,
+    FetchError,
+    FormatError,
+    OtaroError,
+    PrecisionError,
+    ShardMissingError,
+    TargetError,
+)
 from otaro.file.atomic import alone, explained, flush
 from otaro.file.checkpoint import HUB
+from otaro.file.fits import PREFIX, Budget, fit_name, is_fit, read_fits_in
 from otaro.file.header import BASE, Header, check_plane, read_header, shard_name
 from otaro.file.hub import Hub
 from otaro.file.io import NestedDirectory
 from otaro.file.planes import PLANES
 from otaro.file.remote import CHUNK, PAUSES, Offer, RemoteModel, read_small
+from otaro.file.replace import FITS_FILE
 from otaro.file.run import refuse_run
 from otaro.file.source import CONFIG, Changed, CutOff, Directory, Source, find_source
 from otaro.readable import size as readable_size
@@ -53,15 +64,16 @@ class Fetched:
 def fetch(
     model: str | os.PathLike[str],
     out: str | os.PathLike[str],
-    precision: Precision | None = None,
+    precision: str | Precision | None = None,
     *,
     hub: Hub = HUB,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Fetched:
     """Bring of a nested model what `precision` needs, by default all there is, into the directory `out`.
 
-    `model` is a Hub id, http(s)://HOST/PATH or file:///DIR of a nested directory, or a directory. What `out`
-    has already of the same model stays as it is. `progress` gets the file at hand, bytes done and in total.
+    A fit, `fit:90MB`, needs what the finest of its precisions does. `model` is a Hub id, http(s)://HOST/PATH
+    or file:///DIR of a nested directory, or a directory. What `out` has already of the same model stays as it
+    is. `progress` gets the file at hand, bytes done and in total.
     """
     source, target = find_source(model, hub), Path(os.path.realpath(out))
     if isinstance(source, Directory):
@@ -71,7 +83,8 @@ def fetch(
     with explained(target), alone(target):
         nested = _there(target)
         remote = RemoteModel(source, None if nested is None else nested.base.header)
-        offers = _missing(remote, nested, target, precision)
+        needed = _needed(precision, remote, target)
+        offers = _missing(remote, nested, target, needed)
         if nested is not None and not offers and (theirs := RemoteModel(source).model) != nested.model:
             raise TargetError(
                 f"{out} holds another model (identity {nested.model[:12]}) than {source} ({theirs[:12]}); "
@@ -92,7 +105,7 @@ def fetch(
                 flush(target)
             _place_all(under_way / _BESIDE, target)
             nested = nested or NestedDirectory(target)
-            nested.require(precision or nested.finest)
+            nested.require(needed or nested.finest)
             shutil.rmtree(under_way)
         finally:
             shutil.rmtree(under_way / _BESIDE, ignore_errors=True)
@@ -132,6 +145,27 @@ def _there(target: Path) -> NestedDirectory | None:
 def _planes_of(target: Path) -> list[int]:
     """Planes that `target` has shards of."""
     return [plane for plane in PLANES if (target / shard_name(plane)).is_file()]
+
+
+def _needed(precision: str | Precision | None, remote: RemoteModel, target: Path) -> Precision | None:
+    """The precision whose shards are needed; fits are looked for in OUT's file, and then in the source's."""
+    if not is_fit(precision):
+        return None if precision is None else Precision(precision)
+    budget, source = Budget.parse(fit_name(str(precision)).removeprefix(PREFIX)), remote.source
+    if (fit := read_fits_in(target, remote.model, remote).get(budget.name)) is not None:
+        return fit.finest
+    with TemporaryDirectory() as folder:
+        read_small(source, FITS_FILE, Path(folder) / FITS_FILE)
+        fits = read_fits_in(Path(folder), remote.model, remote, str(source))
+    if (fit := fits.get(budget.name)) is None:
+        there = f"there are {', '.join(map(str, fits.values()))}" if fits else "there are no fits"
+        raise PrecisionError(
+            f"{source} has no {PREFIX}{budget.name}, {there}; fetch E5M8 to E5M3, and make it with: "
+            f"otaro fit {target} --text FILE {budget.option}"
+        )
+    if (kept := target / FITS_FILE).is_file():
+        raise TargetError(f"{kept} lacks {fit}, which {source} has; move it away, and theirs comes")
+    return fit.finest
 
 
 def _missing(

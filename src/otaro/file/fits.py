@@ -226,8 +226,8 @@ def read_fits(nested: Nested) -> dict[str, Fit]:
     return read_fits_in(nested.path, nested.model, nested)
 
 
-def read_fits_in(directory: Path, model: str, stored: Stored) -> dict[str, Fit]:
-    """The same for a directory that holds the file, and perhaps no model."""
+def read_fits_in(directory: Path, model: str, stored: Stored, source: str = "") -> dict[str, Fit]:
+    """The same for a directory that holds the file, and perhaps no model; `source` is where it came from."""
     path = directory / FITS_FILE
     if not path.is_file():
         return {}
@@ -238,7 +238,9 @@ def read_fits_in(directory: Path, model: str, stored: Stored) -> dict[str, Fit]:
         if about != model:
             raise ValueError(f"it is for another model ({about[:12]}) than the one beside it ({model[:12]})")
     except ValueError as error:  # of JSON, of UTF-8, or ours
-        raise FormatError(f"{path} cannot be used: {error}; move it away and run `otaro fit` again") from None
+        place = f"{FITS_FILE} at {source}" if source else path
+        again = "have `otaro fit` run there again" if source else "move it away and run `otaro fit` again"
+        raise FormatError(f"{place} cannot be used: {error}; {again}") from None
     return fits
 
 
