@@ -18,7 +18,7 @@ from otaro.sefp.precision import COARSEST, PRECISIONS
 INSTRUCTIONS = (
     ("portable", "neon", "dotprod", "i8mm")
     if platform.machine() in ("aarch64", "arm64")
-    else ("portable", "avx2", "avx512")
+    else ("portable", "avx2", "avxvnni", "avx512")
 )
 GRIDS = [(p.mantissa_bits, r) for p in PRECISIONS for r in (False, True)]
 """Mantissa bits and whether negative weights are cut toward zero: all twelve that there are."""

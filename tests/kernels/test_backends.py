@@ -192,6 +192,16 @@ def test_rows_of_any_number_of_units_are_summed_in_order_for_many_tokens(instruc
         assert same_bits(cpu.linear(x, packed), alone), f"E5M{bits}"
 
 
+@EVERY_INSTRUCTION_SET
+@pytest.mark.parametrize("units", [511, 512, 513, 520, 1039, 1048])
+def test_rows_longer_than_prepared_activations_may_be_are_multiplied_all_the_same(instructions, units):
+    """For one token activations are laid out anew, as far as there is room on the stack."""
+    x, whole = make_activations(1, 64 * units), make_packed(18, 64 * units, 64, seed=units)
+    for bits in (3, 4, 8):
+        packed = whole.at(bits, False)
+        assert same_bits(cpu.linear(x, packed), reference_linear(x, packed)), f"E5M{bits}"
+
+
 # Pairs of precisions, all of them, all but some, one alone, in any order and as neighbours or not.
 MIXES = [
     *[[fine, coarse, fine] for fine in range(4, 9) for coarse in range(3, fine)],

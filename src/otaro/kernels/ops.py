@@ -7,7 +7,7 @@ serves a device, and why; the environment variable OTARO_KERNELS overrides the c
 
     reference       plain torch, on any device
     cpu             the C++ extension with the best instructions of this CPU
-    cpu:portable    the same with given instructions: portable, avx2, avx512, neon, dotprod, i8mm
+    cpu:portable    the same with given instructions: portable, avx2, avxvnni, avx512, neon, dotprod, i8mm
     cuda            the CUDA kernels, which NVIDIA GPUs get anyway; refused where they cannot be compiled
 """
 

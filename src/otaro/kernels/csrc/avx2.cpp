@@ -1,10 +1,8 @@
 #define OTARO_ISA avx2
-#include "x86.h"
+#include "avx2_one.h"
 #include "floats.h"
 
 namespace otaro::avx2 {
-
-OTARO_INLINE __m256i every(int bits) { return _mm256_set1_epi8(static_cast<char>(bits)); }
 
 // The bits of `high` in `mask` and those of `low` that are `by` above change places.
 OTARO_INLINE void exchange(__m256i& high, __m256i& low, int by, int mask) {
@@ -45,112 +43,46 @@ struct Joined {
   }
 };
 
-// The machine of rows.h.
-struct Machine : X86<Avx2> {
-  // The whole eights of units of a row, for one token. Lanes and others take turns: in the end it is the same
-  // which is added to which.
-  template <int M, bool Truncate>
-  static OTARO_INLINE void add_eights(Bytes<M>& bytes, const Activations& x, const Steps& of_scales,
-                                      const uint8_t* scales, int64_t units, __m256& lanes, __m256& others) {
-    lanes = others = _mm256_setzero_ps();
-    for (int64_t unit = 0; unit < units; unit += 8, bytes.skip(16)) {
-      Sums sums[1][8];
-      bytes.prefetch(16);
-      if constexpr (M > 5) {
-        const Joined<M> joined(bytes);
+template <int M, bool Truncate>
+struct Eights {
+  using X86 = avx2::X86<Avx2>;
+  static constexpr int kConstant = Avx2::constant(M, Truncate);
+  static constexpr bool kWide = M > Avx2::kBytesUpTo;
+
+  // What products want of units, one after the other.
+  static OTARO_INLINE void lay_out(const Activations& x, const int64_t (&units)[8], int8_t* to) {
+    for (int64_t unit : units)
+      for (int i = 0; i < 4; ++i, to += kBlock)
+        store(to,
+              kWide ? load(x.words + (4 * unit + i) * kBlock / 2) : load(x.digits + (4 * unit + i) * kBlock));
+  }
+
+  static OTARO_INLINE __m256i integers(const Bytes<M>& bytes, const int8_t* activations) {
+    X86::Sums sums[8];
+    const auto products = [&](const X86::Codes<M>& first, const X86::Codes<M>& second,
+                              int i) __attribute__((always_inline)) {
+      const int8_t* at = activations + i * 4 * kBlock;
+      sums[i] = X86::products(first, second, at, reinterpret_cast<const int16_t*>(at));
+    };
+    if constexpr (M > 5) {
+      const Joined<M> joined(bytes);
 #pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) {
-          const auto codes = [&](int block) __attribute__((always_inline)) {
-            return Codes<M>(bytes, 2 * i + block, Truncate, joined.kCount, joined.of(i, block));
-          };
-          const int64_t at = (unit + i) * 2 * kBlock;
-          sums[0][i] = products(codes(0), codes(1), x.digits + 2 * at, x.words + at);
-        }
-      } else {
-        constexpr int kTogether = 4;
+      for (int i = 0; i < 8; ++i) {
+        const auto codes = [&](int block) __attribute__((always_inline)) {
+          return X86::Codes<M>(bytes, 2 * i + block, Truncate, joined.kCount, joined.of(i, block));
+        };
+        products(codes(0), codes(1), i);
+      }
+    } else {
+      constexpr int kTogether = 4;
 #pragma GCC unroll 1
-        for (int i = 0; i < 8; i += kTogether)
+      for (int i = 0; i < 8; i += kTogether)
 #pragma GCC unroll 8
-          for (int j = 0; j < kTogether; ++j)
-            unit_sums<M>(bytes, 2 * (i + j), true, true, Truncate, x, unit + i + j, 1, sums, i + j);
-      }
-      const __m256 steps = of_scales.eight(scales + unit);
-      const __m256 added = _mm256_add_ps(lanes, terms(M, Truncate, sums[0], x, 0, unit, 8, steps));
-      lanes = others;
-      others = added;
+        for (int j = i; j < i + kTogether; ++j)
+          products({bytes, 2 * j, Truncate}, {bytes, 2 * j + 1, Truncate}, j);
     }
-  }
-
-  // The terms of one unit of eight rows.
-  OTARO_ONCE static void unit_terms(const Packed& weight, const Activations& x, int64_t unit,
-                                    const Sums* sums, const uint8_t* scales, float* terms) {
-    const Meaning means = meaning(weight.bits, weight.truncate);
-    const __m256i products = _mm256_sll_epi32(across(sums), _mm_cvtsi32_si128(means.factor - 1)),
-                  offset = _mm256_set1_epi32(constant(weight.bits, weight.truncate) * x.sums[unit]);
-    const float factor = power_of_two(weight.scale_exponent + 8 - means.shift) * x.scales[unit];
-    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(scales));
-    const __m256 steps = _mm256_mul_ps(_mm256_cvtph_ps(scale_halves(bytes)), _mm256_set1_ps(factor));
-    _mm256_storeu_ps(terms, _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_add_epi32(products, offset)), steps));
-  }
-
-  // The sums of eight rows; the first lane gets a term more.
-  OTARO_ONCE static void sum_rows(const __m256* lanes, const __m256* others, const float* terms, float* out) {
-    __m256 two[4], four[2];
-    for (int i = 0; i < 4; ++i) {
-      const auto eight = [&](int r) __attribute__((always_inline)) {
-        const __m256 first = _mm256_add_ps(lanes[r], _mm256_zextps128_ps256(_mm_load_ss(terms + r)));
-        return _mm256_add_ps(first, others[r]);
-      };
-      const __m256 a = eight(2 * i), b = eight(2 * i + 1);
-      two[i] = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
-    }
-    for (int i = 0; i < 2; ++i) {
-      const __m256d a = _mm256_castps_pd(two[2 * i]), b = _mm256_castps_pd(two[2 * i + 1]);
-      four[i] =
-        _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(a, b)), _mm256_castpd_ps(_mm256_unpackhi_pd(a, b)));
-    }
-    const __m256 sums = _mm256_add_ps(_mm256_shuffle_ps(four[0], four[1], 0x88),
-                                      _mm256_shuffle_ps(four[0], four[1], 0xdd));  // of rows 0 2 4 6 1 3 5 7
-    _mm256_storeu_ps(out, _mm256_permutevar8x32_ps(sums, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
-  }
-
-  // One token, eight rows at a time. Bytes of rows follow each other, so one pointer walks through all of
-  // them. Where one unit is left over (576 is nine), those of eight rows are summed across together.
-  template <int M, bool Truncate>
-  static int64_t linear_one(const Packed& weight, const Activations& of_x, int64_t begin, int64_t end,
-                            float* out) {
-    if (of_x.stride != 1) return begin;
-    Activations x = of_x;
-    x.stride = 1, x.unit_blocks = 2;  // a copy that no other function sees: addresses are computed with them
-    const int64_t groups = weight.groups(), units = x.units, whole = units / 8 * 8;
-    const int left = static_cast<int>(units - whole);
-    const uint8_t* scales = weight.scales + begin * groups;
-    const Steps of_scales(weight, meaning(M, Truncate).shift);
-    Bytes<M> bytes(weight, begin);
-    int64_t row = begin;
-    for (; row + 8 <= end; row += 8) {
-      __m256 lanes[8], others[8];
-      Sums sums[1][8];
-      uint8_t last[8];
-      float terms[8] = {};
-#pragma GCC unroll 1
-      for (int r = 0; r < 8; ++r, scales += groups) {
-        add_eights<M, Truncate>(bytes, x, of_scales, scales, whole, lanes[r], others[r]);
-        if (left == 1) {
-          bytes.prefetch(2);
-          unit_sums<M>(bytes, 0, true, true, Truncate, x, whole, 1, sums, r);
-          last[r] = scales[whole];
-        }
-        bytes.skip(2 * left);
-      }
-      // Not in the loop above, whose constants would leave their registers for the call.
-      if (left == 1)
-        unit_terms(weight, of_x, whole, sums[0], last, terms);
-      else if (left)
-        for (int r = 0; r < 8; ++r) add_units<Machine, M>(weight, of_x, row + r, whole, left, &lanes[r]);
-      sum_rows(lanes, others, terms, out + row);
-    }
-    return row;
+    const __m256i across = X86::across(sums);
+    return Truncate ? across : _mm256_add_epi32(across, across);
   }
 };
 
@@ -460,8 +392,8 @@ const Kernels kAvx2 = {"avx2",
                        0,
                        avx2::digit_weight_by_block,
                        avx2::quantize<avx2::ByBlock>,
-                       OTARO_INSTANCES(avx2::For<avx2::Machine>::linear),
+                       OTARO_INSTANCES(avx2::For<avx2::Machine<avx2::Eights>>::linear),
                        avx2::many,
                        OTARO_ALL(avx2::decode)};
-const Instances<Dots> kAvx2Dots = OTARO_INSTANCES(avx2::For<avx2::Machine>::dots);
+const Instances<Dots> kAvx2Dots = OTARO_INSTANCES(avx2::For<avx2::Machine<avx2::Eights>>::dots);
 }  // namespace otaro

@@ -34,14 +34,14 @@ struct Bytes {
     for (int p = 0; p < M - kCoarsest; ++p) planes[p] += blocks * kPlaneBytes;
   }
 
-  // Have the cache fetch what will be read a few hundred nanoseconds from now. Left alone, prefetchers stop
-  // at the end of every page and start anew with a miss, for each of up to six streams. Addresses beyond the
-  // end do no harm.
+  // Have the second-level cache fetch what will be read a few hundred nanoseconds from now (the first has
+  // room for few misses: avx512_one.h). Left alone, prefetchers stop at the end of every page and start anew
+  // with a miss, for each of up to six streams. Addresses beyond the end do no harm.
   OTARO_INLINE void prefetch(int64_t blocks) const {
-    constexpr int kAhead = 2048;
-    for (int64_t i = 0; i < blocks * kBaseBytes; i += 64) __builtin_prefetch(base + kAhead + i);
+    constexpr int kAhead = 4096, kLevel = 2;
+    for (int64_t i = 0; i < blocks * kBaseBytes; i += 64) __builtin_prefetch(base + kAhead + i, 0, kLevel);
     for (int p = 0; p < M - kCoarsest; ++p)
-      __builtin_prefetch(planes[p] + kAhead / (kBaseBytes / kPlaneBytes));
+      __builtin_prefetch(planes[p] + kAhead / (kBaseBytes / kPlaneBytes), 0, kLevel);
     asm volatile("" : : : "memory");  // else they move to where the compiler likes them
   }
 };

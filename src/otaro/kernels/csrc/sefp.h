@@ -124,6 +124,8 @@ extern const Instances<Dots> kPortableDots;
 #ifdef OTARO_X86
 extern const Kernels kAvx2;
 extern const Instances<Dots> kAvx2Dots;
+extern const Kernels kAvxVnni;
+extern const Instances<Dots> kAvxVnniDots;
 extern const Kernels kAvx512;
 extern const Instances<Dots> kAvx512Dots;
 #endif
