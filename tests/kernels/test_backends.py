@@ -193,9 +193,9 @@ def test_rows_of_any_number_of_units_are_summed_in_order_for_many_tokens(instruc
 
 
 @EVERY_INSTRUCTION_SET
-@pytest.mark.parametrize("units", [511, 512, 513, 520, 1039, 1048])
-def test_rows_longer_than_prepared_activations_may_be_are_multiplied_all_the_same(instructions, units):
-    """For one token activations are laid out anew, as far as there is room on the stack."""
+@pytest.mark.parametrize("units", [41, 43, 65, 172, 462, 511, 512, 513, 520, 1039, 1048])
+def test_rows_of_any_length_have_the_products_of_the_reference_for_one_token(instructions, units):
+    """Activations are laid out for several rows, for one, or not at all, as there is room on the stack."""
     x, whole = make_activations(1, 64 * units), make_packed(18, 64 * units, 64, seed=units)
     for bits in (3, 4, 8):
         packed = whole.at(bits, False)

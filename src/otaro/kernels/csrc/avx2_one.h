@@ -48,13 +48,14 @@ OTARO_ONCE void sum_rows(const float* terms, int64_t units, int64_t rows, float*
 }
 
 // Activations of eights of units, until one begins a row again. `Eights::lay_out` writes kEightBytes for
-// each.
+// each. Where that would take too many, rows are read one by one, and the last eight of each begins so far
+// back that it ends with the row: what it computes a second time is the same.
 constexpr int kEightBytes = 8 * 4 * kBlock;
 
 struct Cycle {
-  static constexpr int kMost = 64, kMostTerms = 4096;
+  static constexpr int kMost = 64, kMany = 40, kMostTerms = 4096;
 
-  int64_t units, rows, eights;  // `rows` take `eights`
+  int64_t units, rows, eights, back = 0;  // `rows` take `eights`, of which the last goes `back` so many units
   alignas(32) int8_t digits[kMost][kEightBytes];
   alignas(32) int32_t offsets[kMost][8];
   alignas(32) float scales[kMost][8];  // times what makes steps of scale bytes' halves
@@ -63,14 +64,19 @@ struct Cycle {
     const int64_t divisor = units & -units;  // the largest power of two that divides them
     rows = divisor < 8 ? 8 / divisor : 1;
     eights = rows * units / 8;
+    if (eights > kMany) {
+      rows = 1, eights = (units + 7) / 8;
+      back = 8 * eights - units;
+    }
   }
-  bool fits() const { return eights <= kMost && rows * units <= kMostTerms; }
+  bool fits() const { return eights <= kMost; }
 
   template <class Eights>
   OTARO_ONCE void fill(const Packed& weight, const Activations& x) {
     const float factor =
       power_of_two(weight.scale_exponent + 8 - meaning(weight.bits, weight.truncate).shift);
     for (int64_t i = 0, unit = 0; i < eights; ++i) {
+      if (i + 1 == eights) unit -= back;
       int64_t eight[8];
       for (int k = 0; k < 8; ++k, unit = unit + 1 < units ? unit + 1 : 0) {
         eight[k] = unit;
@@ -93,7 +99,9 @@ struct Machine : X86<Avx2> {
     Bytes<M> bytes(weight, row);
     const uint8_t* scales = weight.scales + row * x.units;
     const float* end = out + rows * x.units;
-    for (int64_t i = 0; out < end; i = i + 1 < x.eights ? i + 1 : 0, out += 8, scales += 8, bytes.skip(16)) {
+    for (int64_t i = 0; out < end; out += 8, scales += 8, bytes.skip(16)) {
+      const bool last = i + 1 == x.eights;
+      if (last) out -= x.back, scales -= x.back, bytes.skip(-2 * x.back);
       bytes.prefetch(16);
       const __m256i integers =
         _mm256_add_epi32(Eights<M, Truncate>::integers(bytes, x.digits[i]), load(x.offsets[i]));
@@ -101,6 +109,7 @@ struct Machine : X86<Avx2> {
       const __m256 steps =
         _mm256_mul_ps(_mm256_cvtph_ps(scale_halves(of_scales)), _mm256_load_ps(x.scales[i]));
       _mm256_storeu_ps(out, _mm256_mul_ps(_mm256_cvtepi32_ps(integers), steps));
+      i = last ? 0 : i + 1;
     }
   }
 
