@@ -28,7 +28,10 @@ namespace {
 
 const std::vector<const Kernels*> kAll = {
 #ifdef OTARO_X86
-  &kAvx512,  &kAvxVnni, &kAvx2,
+  &kAvx512,  &kAvx2,
+#endif
+#ifdef OTARO_AVXVNNI
+  &kAvxVnni,
 #endif
 #ifdef OTARO_ARM
   &kI8mm,    &kDotprod, &kNeon,

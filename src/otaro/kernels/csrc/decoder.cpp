@@ -82,7 +82,10 @@ float* buffer(std::vector<float>& memory, int64_t count) {
 
 const Floats& floats_of(const Kernels& kernels) {
 #ifdef OTARO_X86
-  if (&kernels == &kAvx2 || &kernels == &kAvxVnni) return avx2::kFloats;
+#ifdef OTARO_AVXVNNI
+  if (&kernels == &kAvxVnni) return avx2::kFloats;
+#endif
+  if (&kernels == &kAvx2) return avx2::kFloats;
   if (&kernels == &kAvx512) return avx512::kFloats;
 #endif
 #ifdef OTARO_ARM

@@ -124,8 +124,10 @@ extern const Instances<Dots> kPortableDots;
 #ifdef OTARO_X86
 extern const Kernels kAvx2;
 extern const Instances<Dots> kAvx2Dots;
+#ifdef OTARO_AVXVNNI  // which compilers of before 2021 cannot make
 extern const Kernels kAvxVnni;
 extern const Instances<Dots> kAvxVnniDots;
+#endif
 extern const Kernels kAvx512;
 extern const Instances<Dots> kAvx512Dots;
 #endif

@@ -44,7 +44,9 @@ std::vector<const Kernels*> runnable() {
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vbmi") &&
       __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("gfni"))
     found.push_back(&kAvx512);
+#ifdef OTARO_AVXVNNI
   if (avx2 && __builtin_cpu_supports("avxvnni") && __builtin_cpu_supports("gfni")) found.push_back(&kAvxVnni);
+#endif
   if (avx2) found.push_back(&kAvx2);
 #endif
 #ifdef OTARO_ARM
@@ -80,7 +82,9 @@ Dots dots_of(const Kernels& kernels, const Packed& weight) {
   const Instances<Dots>* found = &kPortableDots;
 #ifdef OTARO_X86
   if (&kernels == &kAvx512) found = &kAvx512Dots;
+#ifdef OTARO_AVXVNNI
   if (&kernels == &kAvxVnni) found = &kAvxVnniDots;
+#endif
   if (&kernels == &kAvx2) found = &kAvx2Dots;
 #endif
 #ifdef OTARO_ARM
