@@ -229,7 +229,7 @@ def stopping(stop: list[str] | None, tokenizer: Any) -> dict[str, Any]:
 
 def phases(prefill: str | None, decode: str | None, schedule: str | None, kv: str | None) -> dict[str, Any]:
     """Arguments for `model.generate` that say which precision reads, writes, and keeps keys and values."""
-    if schedule is not None and not prefill is decode is None:
+    if schedule is not None and (prefill is not None or decode is not None):
         other = "--decode" if prefill is None else "--prefill"
         raise typer.BadParameter(f"it says all there is to say; leave out {other}", param_hint="--schedule")
     chosen: dict[str, Any] = {}
