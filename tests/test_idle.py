@@ -84,7 +84,7 @@ def test_what_is_not_read_chooses_no_step_and_keeps_no_gradient(method):
 
 
 def test_rules_are_about_options_that_there_are():
-    there = {field.name for kind in (Options, Training, Around) for field in fields(kind)}
+    there = {field.name for kind in (Options, Training, Around) for field in fields(kind)} | {"recipe"}
     assert {name for rule in RULES for name in (*rule.options, *rule.by)} <= there
     assert all(rule.why for rule in RULES)
 

@@ -65,8 +65,9 @@ UNSTATED: Stated = {
     "hold_out": None,
     "eval_data": None,
     "fsdp": False,
+    "recipe": None,
 }
-"""How it was in runs that do not say."""
+"""How it was in runs that do not say. A recipe is stated here only where a method was named beside it."""
 
 _DELAYED = ("delay", "ultra_low", "accumulate", "accumulator", "leftover")
 RULES = (
@@ -132,5 +133,11 @@ RULES = (
         ("fsdp",),
         lambda run: run["fsdp"],
         "a sharded model cannot be judged; otaro pack --calibrate takes OUT/model and a text",
+    ),
+    Idle(
+        ("recipe",),
+        ("method",),
+        lambda run: run["recipe"] == "best",
+        "a method that is named comes plain, without what that recipe adds",
     ),
 )

@@ -145,8 +145,16 @@ IDLE = [
     (["--recipe", "best", "--lambda", "3"], "--lambda 3 has no effect with --recipe best: "),
     (
         ["--recipe", "best", "--method", "uniform", "--lambda", "3"],
-        "--lambda 3 has no effect with --method uniform: ",
+        "--lambda 3 has no effect with --method uniform: it is for --method otaro and bps; "
+        "--recipe best has no effect with --method uniform: ",
     ),
+    (
+        ["--method", "uniform", "--recipe", "best"],
+        "--recipe best has no effect with --method uniform: a method that is named comes plain, without what "
+        "that recipe adds; leave it out",
+    ),
+    (["--recipe", "best", "--method", "fp"], "--recipe best has no effect with --method fp: "),
+    (["--recipe=best", "--method=otaro"], "--recipe best has no effect with --method otaro: "),
     (["--method", "fp", "--lambda", "3"], "--lambda 3 has no effect with --method fp: "),
     (["--method", "fp", "--precisions", "E5M4"], "--precisions E5M4 has no effect with --method fp: "),
     (
@@ -233,6 +241,8 @@ def test_an_option_that_has_no_effect_is_refused_beside_the_one_that_decides_so(
         ["--hold-out", "0", "--average", "0", "--no-calibrate"],
         ["--recipe", "paper", "--lambda", "3", "--delay", "5", "--ultra-low", "E5M3", "--leftover", "apply"],
         ["--recipe", "paper", "--method", "fp", "--lr", "1e-4"],
+        ["--recipe", "paper", "--method", "otaro"],
+        ["--recipe", "best"],
         ["--method", "bps", "--lambda", "0", "--distill", "0.5", "--distill-at", "E5M3", "--full", "0.5"],
         ["--method", "fixed:E5M3", "--distill", "0.5", "--calibrate", "--group-size", "32"],
         ["--weights", "1,1,1,1,1,1", "--distill-at", "E5M8"],

@@ -96,7 +96,7 @@ def tune(
         around = chosen(around, given)
         options.check_rate(training.lr)
         if not resume:  # which must be told what the run has, if anything
-            refuse_idle(given, recipe or "best", options, training, around)
+            refuse_idle(given, recipe, options, training, around)
     result = TuningRun(
         model,
         data,

@@ -45,14 +45,19 @@ def chosen(start: _T, given: Mapping[str, Any]) -> _T:
 
 
 def refuse_idle(
-    given: Mapping[str, Any], recipe: str, options: Options, training: Training, around: Around
+    given: Mapping[str, Any], recipe: str | None, options: Options, training: Training, around: Around
 ) -> None:
-    """Refuse what was given and would not be read; 0 asks for nothing, and gets it."""
+    """Refuse what was given and would not be read; 0 asks for nothing, and gets it.
+
+    `recipe` is None where none was given.
+    """
     told = []
-    for name, found in idle({**options.to_dict(), **asdict(training), **asdict(around)}).items():
+    beside = {"recipe": recipe if "method" in given else None}
+    given = {**given, "recipe": recipe}
+    for name, found in idle({**options.to_dict(), **asdict(training), **asdict(around), **beside}).items():
         if given.get(name):
             by = next((one for one in (*found.by, "method") if one != name and one in given), None)
-            decides = f"--recipe {recipe}" if by is None else _typed(by, given[by])
+            decides = f"--recipe {recipe or 'best'}" if by is None else _typed(by, given[by])
             told.append(f"{_typed(name, given[name])} has no effect with {decides}: {found.why}")
     if told:
         raise ConfigError(f"{'; '.join(told)}; leave {'it' if len(told) == 1 else 'them'} out")
