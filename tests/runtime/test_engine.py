@@ -3,9 +3,12 @@
 import asyncio
 import gc
 import itertools
+import os
 import random
+import signal
 import threading
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -18,6 +21,7 @@ from otaro.runtime import serving
 from otaro.runtime.gpu import GpuDecoder
 from otaro.runtime.request import Request
 from otaro.runtime.scheduler import Scheduler
+from otaro.runtime.stream import Stream
 
 pytestmark = pytest.mark.usefixtures("swift_products")
 TOKENS = {"text": False, "ignore_eos": True}
@@ -677,6 +681,61 @@ def test_a_stream_keeps_its_engine_and_nothing_keeps_the_thread(model):
         assert time.monotonic() < deadline
         gc.collect()
         time.sleep(0.01)
+
+
+def told_by_fork(work):
+    """What `work` returns in a forked process; empty where that hangs."""
+    reading, writing = os.pipe()
+    with warnings.catch_warnings(action="ignore"):  # of forks beside threads
+        child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        try:
+            told = work()
+        except BaseException as error:
+            told = repr(error)
+        os.write(writing, told.encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        told = pipe.read()
+    os.waitpid(child, 0)
+    return told
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no forks")
+def test_a_forked_process_is_refused_and_does_not_hang(model):
+    engine = otaro.Engine(model)
+    done = engine.submit([1, 2], max_new_tokens=3, **TOKENS)
+    tokens = done.result().tokens
+    waiting = Stream(lambda precision: None, lambda: None, None)
+
+    async def first():
+        return [token async for token in waiting]
+
+    def use():
+        refused = []
+        for ask in (
+            lambda: engine.submit([1, 2], **TOKENS),
+            waiting.text,
+            lambda: asyncio.run(first()),
+        ):
+            try:
+                ask()
+            except OtaroError as error:
+                refused.append(str(error).partition(" belongs to ")[0])
+        said = done.result().tokens
+        engine._stop()
+        with engine:
+            pass
+        engine.close(wait=False)
+        return f"{refused} {engine.alive} {said}"
+
+    with engine._lock:  # which nobody there gives back
+        told = told_by_fork(use)
+    assert told == f"{['this engine', 'this answer', 'this answer']} False {tokens}"
+    assert engine.submit([1, 2], max_new_tokens=3, **TOKENS).result().tokens == tokens
+    engine.close()
 
 
 def test_an_engine_that_breaks_tells_everybody(model, monkeypatch):

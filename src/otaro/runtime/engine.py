@@ -11,6 +11,7 @@ What runs when is decided by `scheduler`, which knows no threads; here is the th
 
 from __future__ import annotations
 
+import os
 from threading import Event, Lock, Thread, current_thread
 from typing import Any, Unpack
 from weakref import finalize
@@ -50,13 +51,13 @@ class Engine:
             chunk=chunk,
             tokenizer=tokenizer,
         )
-        wake, closed, self._lock = Event(), Event(), Lock()
+        wake, closed, self._lock, self._process = Event(), Event(), Lock(), os.getpid()
         self.scheduler.wake, self._closed = wake.set, closed
         self._thread = Thread(
             target=_run, args=(self.scheduler, wake, closed, self._lock), name="otaro engine", daemon=True
         )
         self._thread.start()
-        self._stop = finalize(self, _stop, self._thread, self.scheduler, wake, closed)
+        self._stop = finalize(self, _stop, self._thread, self.scheduler, wake, closed, self._process)
 
     def submit(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
         """A request, answered as soon as there is memory; refused at once where it can never be.
@@ -82,6 +83,8 @@ class Engine:
         if odd := options.keys() - Options.__annotations__.keys():
             there = ", ".join(Options.__annotations__)
             raise TypeError(f"Engine.submit() takes no {min(odd)}; what it takes beside the prompt: {there}")
+        if self._process != os.getpid():  # its thread is not here, and locks may be held for ever
+            raise OtaroError("this engine belongs to the process that made it; make one after the fork")
         with self._lock:
             if self._closed.is_set():
                 raise OtaroError("this engine is closed; make another one")
@@ -125,7 +128,13 @@ class Engine:
         return self.scheduler.cache_token_bytes
 
     def close(self, wait: bool = True) -> None:
-        """Take no more requests; those under way are finished, or else cancelled."""
+        """Take no more requests; those under way are finished, or else cancelled.
+
+        Nothing happens in a forked process, where the engine is not.
+        """
+        if self._process != os.getpid():
+            self._stop.detach()
+            return
         with self._lock:
             self._closed.set()
         if not wait:
@@ -158,8 +167,10 @@ def _run(scheduler: Scheduler, wake: Event, closed: Event, submitting: Lock) -> 
         raise
 
 
-def _stop(thread: Thread, scheduler: Scheduler, wake: Event, closed: Event) -> None:
+def _stop(thread: Thread, scheduler: Scheduler, wake: Event, closed: Event, process: int) -> None:
     """What `close` does for an engine that nobody has any more, or when Python ends."""
+    if process != os.getpid():
+        return
     closed.set()
     scheduler.cancel_all()
     wake.set()

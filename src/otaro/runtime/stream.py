@@ -10,6 +10,7 @@ Whoever writes never waits for whoever reads: tokens are kept, and may be read a
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -17,6 +18,7 @@ from itertools import count
 from threading import Condition
 from typing import NamedTuple
 
+from otaro.errors import OtaroError
 from otaro.runtime.precision import PrecisionLike
 from otaro.runtime.report import Generation
 
@@ -64,6 +66,7 @@ class Stream:
         self.engine: object = None
         """Whose thread writes it: it must stay as long."""
         self._set_precision, self._wake, self._drive = set_precision, wake, drive
+        self._process = os.getpid()
         self._tokens: list[Token] = []
         self._changed = Condition()
         self._sleepers: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
@@ -98,6 +101,7 @@ class Stream:
                 if self._drive is not None:
                     self._drive()
                 else:
+                    self._check_process()
                     with self._changed:
                         self._changed.wait_for(partial(self._knows, number))
             if (token := self._at(number)) is None:
@@ -111,6 +115,7 @@ class Stream:
                 if self._drive is not None:
                     self._drive()
                     continue
+                self._check_process()
                 sleeper = (asyncio.get_running_loop(), asyncio.Event())
                 with self._changed:
                     if self._knows(number):
@@ -139,6 +144,14 @@ class Stream:
         for loop, event in sleepers:
             with suppress(RuntimeError):  # a loop that has ended meanwhile
                 loop.call_soon_threadsafe(event.set)
+
+    def _check_process(self) -> None:
+        """Refuse to wait in a forked process, where no thread writes it."""
+        if self._process != os.getpid():
+            raise OtaroError(
+                "this answer belongs to the process that asked for it; make an engine after the fork, and "
+                "ask there"
+            )
 
     def _knows(self, number: int) -> bool:
         """Whether this token is there, or never will be."""
