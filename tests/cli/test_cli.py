@@ -418,6 +418,11 @@ def test_generate_says_who_served_and_why(packed, monkeypatch):
     [
         (["--schedule", "0:E5M8", "--prefill", "E5M8"], ["--schedule", "leave out --prefill"]),
         (["--schedule", "0:E5M8", "--decode", "E5M8"], ["--schedule", "leave out --decode"]),
+        (
+            ["--precision", "E5M8", "--prefill", "E5M8", "--decode", "E5M4"],
+            ["--precision", "--prefill and --decode say all"],
+        ),
+        (["--precision", "E5M8", "--schedule", "0:E5M4"], ["--precision", "from 0 on"]),
         (["--schedule", "E5M8"], ["--schedule E5M8: must be of the form 0:E5M8,100:E5M4"]),
         (["--schedule", "0:E5M8,0:E5M4"], ["--schedule", "twice"]),
         (["--stop", ""], ["--stop", "stops nothing"]),

@@ -181,7 +181,8 @@ def test_phases_begin_where_they_should(model):
         output = by_decoder(model, schedule={0: "E5M8", 3: "E5M4", 7: "E5M8", 12: "E5M3"}, **options)
         assert new_tokens(output) == [forced(model, row, steps) for row in ROWS]
         assert model.generation.precisions == ["E5M8", "E5M4", "E5M8"]
-    assert alone(model, ROWS[0], prefill="E5M8") == forced(model, ROWS[0], ["E5M8"] * 12)
+    assert alone(model, ROWS[0], precision="E5M8") == forced(model, ROWS[0], ["E5M8"] * 12)
+    assert alone(model, ROWS[0], prefill="E5M8") == forced(model, ROWS[0], ["E5M8", *["E5M4"] * 11])
     assert set(map(str, otaro.precisions_of(model).values())) == {"E5M4"}
 
 

@@ -24,6 +24,24 @@ def files_of(directory):
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
+def test_the_working_directory_may_change_under_a_model(make_nested, monkeypatch, tmp_path):
+    """Further shards are opened later, and saving copies them."""
+    nested = make_nested("llama")
+    for opened in (otaro.load, AutoModelForCausalLM.from_pretrained):
+        monkeypatch.chdir(nested.parent)
+        model = opened(nested.name)
+        monkeypatch.chdir(tmp_path)
+        otaro.set_precision(model, "E5M8")
+        otaro.set_precision(model, "E5M3")
+        model.save_pretrained(tmp_path / opened.__name__)
+        assert (
+            files_of(tmp_path / opened.__name__).items()
+            >= {
+                name: data for name, data in files_of(nested).items() if name.endswith(".safetensors")
+            }.items()
+        )
+
+
 # The same answers
 
 

@@ -32,6 +32,7 @@ from otaro.cli.generate import (
     stopping,
 )
 from otaro.cli.help import page
+from otaro.cli.streaming import Printer
 
 HELP = """\
 /precision E5M3   go on at another precision; the KV cache is kept
@@ -75,7 +76,7 @@ def chat(
     from otaro.sefp.precision import Precision
 
     chosen = {
-        **phases(prefill, decode, schedule, None),
+        **phases(precision, prefill, decode, schedule, None),
         **sampling(temperature, top_p, top_k, repetition_penalty, seed),
     }
     console.check_precisions("--kv", kv)
@@ -171,11 +172,9 @@ def _refused(error: Exception) -> None:
 
 
 def _answer(session: Any, text: str, options: dict[str, Any]) -> None:
-    from transformers import TextStreamer
-
     from otaro.errors import OtaroError
 
-    streamer = TextStreamer(session.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    streamer = Printer(session.tokenizer, skip_prompt=True)
     try:
         with console.named_as_options("/"):
             session.reply(text, streamer=streamer, **options)

@@ -10,6 +10,7 @@ import typer
 
 from otaro.cli import console
 from otaro.cli.help import page
+from otaro.cli.streaming import Printer
 
 if TYPE_CHECKING:
     from otaro.file.hub import Hub
@@ -98,13 +99,12 @@ def generate(
 ) -> None:
     """Continue a text, at any precision, as it is produced."""
     import torch
-    from transformers import TextStreamer
 
     from otaro.file.hub import Hub
     from otaro.runtime.session import chat_tokens, padding_token
 
     chosen = {
-        **phases(prefill, decode, schedule, kv),
+        **phases(precision, prefill, decode, schedule, kv),
         **sampling(temperature, top_p, top_k, repetition_penalty, seed),
     }
     check_draft(draft)
@@ -118,9 +118,7 @@ def generate(
         ids = torch.tensor([chat_tokens(tokenizer, messages)], device=model.device)
     if not ids.numel():
         raise typer.BadParameter("the prompt holds no token", param_hint="--prompt")
-    streamer = (
-        None if json else TextStreamer(tokenizer, skip_prompt=system is not None, skip_special_tokens=True)
-    )
+    streamer = None if json else Printer(tokenizer, skip_prompt=system is not None)
     with console.named_as_options():
         check_coarser(model, draft, chosen)
         output = model.generate(
@@ -227,8 +225,13 @@ def stopping(stop: list[str] | None, tokenizer: Any) -> dict[str, Any]:
     return {"stop_strings": stop, "tokenizer": tokenizer} if stop else {}
 
 
-def phases(prefill: str | None, decode: str | None, schedule: str | None, kv: str | None) -> dict[str, Any]:
+def phases(
+    precision: str | None, prefill: str | None, decode: str | None, schedule: str | None, kv: str | None
+) -> dict[str, Any]:
     """Arguments for `model.generate` that say which precision reads, writes, and keeps keys and values."""
+    if precision is not None and prefill is not None and decode is not None:
+        told = "--prefill and --decode say all there is to say; leave it or one of them out"
+        raise typer.BadParameter(told, param_hint="--precision")
     if schedule is not None and (prefill is not None or decode is not None):
         other = "--decode" if prefill is None else "--prefill"
         raise typer.BadParameter(f"it says all there is to say; leave out {other}", param_hint="--schedule")
@@ -247,7 +250,10 @@ def phases(prefill: str | None, decode: str | None, schedule: str | None, kv: st
             raise typer.BadParameter(
                 "must not name a number of tokens twice", param_hint=f"--schedule {schedule}"
             )
-        chosen["schedule"] = {int(at): precision.strip() for at, precision in steps}
+        chosen["schedule"] = {int(at): name.strip() for at, name in steps}
+        if precision is not None and 0 in chosen["schedule"]:
+            told = f"--schedule {schedule} says all there is to say from 0 on; leave one of them out"
+            raise typer.BadParameter(told, param_hint="--precision")
         console.check_precisions("--schedule", schedule, *chosen["schedule"].values(), fits=True)
     if kv is not None:
         console.check_precisions("--kv", kv)

@@ -112,8 +112,11 @@ class SefpQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str], **kwargs: Any
     ) -> None:
-        opened = [Path(file) for file in checkpoint_files]
-        if not Path(model.config.name_or_path).is_dir():  # transformers has fetched the base shard alone
+        # absolute, as the working directory may change before the next shard is opened
+        opened = [Path(file).absolute() for file in checkpoint_files]
+        if Path(model.config.name_or_path).is_dir():
+            model.config.name_or_path = str(Path(model.config.name_or_path).absolute())
+        else:  # transformers has fetched the base shard alone
             asked = self.quantization_config.precision
             _hub.get().fetch_planes(model.config.name_or_path, opened[0], Precision(asked) if asked else None)
         self.nested = NestedDirectory(opened[0].parent)

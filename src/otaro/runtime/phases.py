@@ -20,9 +20,14 @@ class Phases:
     """
 
     def __init__(
-        self, attached: Attachment, steps: Mapping[int, PrecisionLike], modules: Sequence[SefpModule] = ()
+        self,
+        attached: Attachment,
+        steps: Mapping[int, PrecisionLike | None],
+        modules: Sequence[SefpModule] = (),
     ) -> None:
-        """`modules` are those whose mantissa bits are wanted, by default all."""
+        """A precision of None is what the model is set to now. `modules` are those whose mantissa bits are
+        wanted, by default all.
+        """
         if any(not isinstance(step, int) or step < 0 for step in steps):
             raise PrecisionError(
                 f"a schedule maps numbers of new tokens to precisions, not {min(steps, key=str)!r}"
@@ -62,8 +67,13 @@ class Phases:
             self._enter(step)
         return self._bits
 
-    def _checked(self, precision: PrecisionLike) -> dict[SefpModule, int]:
-        bits = chosen_bits(self._attached, precision)
+    def _checked(self, precision: PrecisionLike | None) -> dict[SefpModule, int]:
+        every = self._attached.modules.values()
+        bits = (
+            dict(zip(every, bits_of(every, self._attached.nested), strict=True))
+            if precision is None
+            else chosen_bits(self._attached, precision)
+        )
         self._attached.nested.require(
             of_mantissa_bits(max(bits.values(), default=COARSEST))
         )  # refuse at once what the directory cannot do
@@ -83,8 +93,11 @@ def steps_and_rows(
     decode: PrecisionLike | None,
     schedule: Mapping[int, PrecisionLike] | None,
     precision: PrecisionLike | Mapping[int, PrecisionLike] | Sequence[PrecisionLike] | None,
-) -> tuple[dict[int, PrecisionLike], list[PrecisionLike] | None]:
-    """The precisions of steps, or those of rows, that the arguments of `generate` name."""
+) -> tuple[dict[int, PrecisionLike | None], list[PrecisionLike] | None]:
+    """The precisions of steps, or those of rows, that the arguments of `generate` name.
+
+    None is what the model is set to.
+    """
     if schedule is not None and (prefill is not None or decode is not None):
         raise PrecisionError(
             "a schedule says all there is to say: give either schedule, or prefill and decode"
@@ -92,9 +105,9 @@ def steps_and_rows(
     if not isinstance(schedule, Mapping | None):
         example = '{0: "E5M8", 100: "E5M4"}'
         raise PrecisionError(f"schedule={schedule!r}: give a mapping from numbers of new tokens, {example}")
-    steps = dict(schedule or {})
+    steps: dict[int, PrecisionLike | None] = dict(schedule or {})
     if prefill is not None:
-        steps[0] = prefill
+        steps |= {0: prefill, 1: None}
     if decode is not None:
         steps[1] = decode
     if precision is None:
