@@ -520,6 +520,16 @@ def test_what_cannot_be_is_refused_at_once(model, copy_of, make_nested):
         ({"watched": [3, 120]}, "token 120"),
         ({"priority": 0.5}, "priority=0.5"),
         ({"stop": [""]}, "an empty text"),
+        ({"stop": [b"x"]}, "stop=b'x': give texts, or tokens"),
+        ({"stop": b"x"}, "stop=b'x': give texts, or tokens"),
+        ({"stop": 1.5}, "stop=1.5: give texts, or tokens"),
+        ({"deadline": "5"}, "deadline='5': give seconds"),
+        ({"sampling": {"temperature": 1}}, r"sampling=\{'temperature': 1\}: give an otaro.Sampling"),
+        ({"logprobs": "2"}, "logprobs='2': give a number"),
+        ({"watched": 3}, "watched=3: give tokens"),
+        ({"watched": ["x"]}, "watched: 'x' is no token"),
+        ({"draft": 5}, "draft=5: give a precision"),
+        ({"precision": 5}, "precision=5: give one such as E5M4"),
     ]:
         with pytest.raises(OtaroError, match=what):
             scheduler.submit([1, 2], **{**TOKENS, **options})
@@ -531,6 +541,11 @@ def test_what_cannot_be_is_refused_at_once(model, copy_of, make_nested):
         (None, "a flat list of tokens"),
         ("half \ud800", "character 5 is half of a surrogate pair"),
         ([1, 120], "token 120 is not in the vocabulary of 120"),
+        ([{"x": 1}], 'message 0 has no role; give {"role": "user", "content": "..."}'),
+        ([{"role": "user", "content": "Hi"}, "Hi"], "message 1 has no role"),
+        ([{"role": "user"}], "message 0 has no text as its content"),
+        ([{"role": "user", "content": 5}], "message 0 has no text as its content"),
+        ([{"role": "user", "content": "\ud800"}], "the content of message 0 is no Unicode text"),
     ]:
         with pytest.raises(OtaroError, match=what):
             scheduler.submit(prompt, **TOKENS)
@@ -546,6 +561,44 @@ def test_what_cannot_be_is_refused_at_once(model, copy_of, make_nested):
     with pytest.raises(ShardMissingError, match="E5M8 needs"):
         stream.set_precision("E5M8")
     assert len(stream.result().tokens) == 3
+
+
+class Wordless:
+    """A tokenizer, as far as messages are concerned."""
+
+    chat_template: str | None = None
+    all_special_tokens: tuple[str, ...] = ()
+
+    def apply_chat_template(self, messages, **options):
+        return "a" + messages[0]["content"]
+
+
+def test_messages_to_a_model_without_a_chat_template_are_refused_in_words(model):
+    scheduler = Scheduler(model, tokenizer=Wordless())
+    for messages in ([{"role": "user", "content": "Hi"}], [{"role": "system", "content": "Be brief."}]):
+        with pytest.raises(
+            OtaroError, match="this model has no chat template, so it takes no messages; give"
+        ):
+            scheduler.submit(messages, **TOKENS)
+
+
+def test_what_a_chat_template_stumbles_over_is_refused(model):
+    tokenizer = Wordless()
+    tokenizer.chat_template = "a template"
+    with pytest.raises(OtaroError, match="the model's chat template refuses these messages: can only conc"):
+        Scheduler(model, tokenizer=tokenizer).submit([{"role": "user", "content": ["parts"]}], **TOKENS)
+
+
+def test_none_stops_and_none_is_watched(model):
+    stream = Scheduler(model).submit([1, 2], max_new_tokens=2, stop=None, watched=None, **TOKENS)
+    assert len(stream.result().tokens) == 2
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("nan")])
+@pytest.mark.parametrize("name", ["temperature", "repetition_penalty"])
+def test_sampling_takes_finite_numbers(name, number):
+    with pytest.raises(OtaroError, match=f"{name}={number}: give a finite number"):
+        otaro.Sampling(**{name: number})
 
 
 @pytest.mark.parametrize(

@@ -34,11 +34,11 @@ class Options(TypedDict, total=False):
     max_new_tokens: int | None
     draft: str | Precision | Draft | None
     sampling: Sampling | None
-    stop: str | int | Sequence[str | int]
+    stop: str | int | Sequence[str | int] | None
     ignore_eos: bool
     deadline: float | None
     logprobs: int | None
-    watched: Sequence[int]
+    watched: Sequence[int] | None
     text: bool
     priority: int
 
@@ -149,7 +149,12 @@ def tokens_of(prompt: Prompt, tokenizer: Callable[[], Any], vocabulary: int) -> 
         text = whole_text("the prompt", prompt)
         ids = list(tokenizer()(text)["input_ids"])
     elif isinstance(prompt, Iterable) and any(isinstance(one, Mapping) for one in prompt):
-        ids = chat_tokens(tokenizer(), list(prompt))  # type: ignore[arg-type]
+        messages = [_message(number, one) for number, one in enumerate(prompt)]
+        if not getattr(tokenizer(), "chat_template", None):
+            raise OtaroError(
+                "this model has no chat template, so it takes no messages; give a text to go on with"
+            )
+        ids = chat_tokens(tokenizer(), messages)
     else:
         try:
             if isinstance(prompt, bytes | bytearray):  # which would be taken for tokens
@@ -167,6 +172,20 @@ def tokens_of(prompt: Prompt, tokenizer: Callable[[], Any], vocabulary: int) -> 
     return ids
 
 
+def _message(number: int, message: Any) -> dict[str, Any]:
+    """A message that a chat template can be asked about."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise OtaroError(f'message {number} has no role; give {{"role": "user", "content": "..."}}')
+    content = message.get("content")
+    if isinstance(content, str):
+        whole_text(f"the content of message {number}", content)
+    elif not isinstance(content, list) and not (content is None and message.get("tool_calls")):
+        raise OtaroError(
+            f'message {number} has no text as its content; give {{"role": ..., "content": "..."}}'
+        )
+    return dict(message)
+
+
 def whole_text(what: str, text: str) -> str:
     """The text; refused where it has halves of surrogate pairs, which tokenizers cannot read."""
     try:
@@ -178,11 +197,16 @@ def whole_text(what: str, text: str) -> str:
 
 
 def stops_of(
-    stop: str | int | Iterable[str | int], tokenizer: Callable[[], Any]
+    stop: str | int | Iterable[str | int] | None, tokenizer: Callable[[], Any]
 ) -> tuple[list[str], set[int]]:
     """Texts and tokens that end an answer. A special token's name is that token: text has no such names."""
-    texts, ends = [], set()
-    for one in [stop] if isinstance(stop, str | int) else stop:
+    texts: list[str] = []
+    ends: set[int] = set()
+    if stop is None:
+        return texts, ends
+    several = isinstance(stop, Iterable) and not isinstance(stop, str | bytes)
+    given: Iterable[Any] = stop if several else [stop]  # type: ignore[assignment]
+    for one in given:
         if one == "":
             raise OtaroError("stop: an empty text stops nothing")
         if isinstance(one, str) and one in tokenizer().all_special_tokens:
@@ -190,5 +214,8 @@ def stops_of(
         elif isinstance(one, str):
             texts.append(whole_text("stop", one))
         else:
-            ends.add(int(one))
+            try:
+                ends.add(index(one))
+            except TypeError:
+                raise OtaroError(f"stop={one!r}: give texts, or tokens by their numbers") from None
     return texts, ends

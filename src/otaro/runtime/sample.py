@@ -50,11 +50,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         allowed: dict[str, tuple[Callable[[Any], bool], str]] = {
-            "temperature": (lambda one: 0 <= one < float("inf"), "0 or more"),
+            "temperature": (lambda one: 0 <= one < float("inf"), "a finite number, 0 or more"),
             "top_p": (lambda one: 0 < one <= 1, "above 0 and at most 1"),
             "top_k": (lambda one: isinstance(one, int) and one >= 0, "a whole number, 0 or more"),
             "min_p": (lambda one: 0 <= one <= 1, "from 0 to 1"),
-            "repetition_penalty": (lambda one: 0 < one < float("inf"), "above 0"),
+            "repetition_penalty": (lambda one: 0 < one < float("inf"), "a finite number above 0"),
             "seed": (
                 lambda one: one is None or (isinstance(one, int) and 0 <= one < 2**64),
                 "a whole number below 2^64",

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -118,11 +118,11 @@ class Scheduler(Loop):
         max_new_tokens: int | None = None,
         draft: str | Precision | Draft | None = None,
         sampling: Sampling | None = None,
-        stop: str | int | Sequence[str | int] = (),
+        stop: str | int | Sequence[str | int] | None = (),
         ignore_eos: bool = False,
         deadline: float | None = None,
         logprobs: int | None = None,
-        watched: Sequence[int] = (),
+        watched: Sequence[int] | None = (),
         text: bool = True,
         priority: int = 0,
         by_thread: bool = False,
@@ -133,17 +133,29 @@ class Scheduler(Loop):
         texts, ends = stops_of(stop, lambda: self.tokenizer)
         if texts and not text:
             raise OtaroError("stop: texts are looked for in text; give tokens, or leave out text=False")
-        if logprobs is not None and not 0 <= logprobs <= self.decoder.vocabulary:
-            raise OtaroError(f"logprobs={logprobs}: give a number from 0 to {self.decoder.vocabulary}")
+        if logprobs is not None and not (
+            isinstance(logprobs, Integral) and 0 <= logprobs <= self.decoder.vocabulary
+        ):
+            raise OtaroError(f"logprobs={logprobs!r}: give a number from 0 to {self.decoder.vocabulary}")
+        watched = () if watched is None else watched
+        if isinstance(watched, str) or not isinstance(watched, Iterable):
+            raise OtaroError(f"watched={watched!r}: give tokens by their numbers, in a list")
+        watched = list(watched)
         for token in watched:
+            if not isinstance(token, Integral):
+                raise OtaroError(f"watched: {token!r} is no token; give them by their numbers")
             if not 0 <= token < self.decoder.vocabulary:
                 raise OtaroError(
                     f"watched: token {token} is not in the vocabulary of {self.decoder.vocabulary}"
                 )
-        if deadline is not None and not deadline > 0:
-            raise OtaroError(f"deadline={deadline}: give seconds from now, more than 0")
+        if deadline is not None and not (isinstance(deadline, Real) and deadline > 0):
+            raise OtaroError(f"deadline={deadline!r}: give seconds from now, more than 0")
         if not isinstance(priority, int):
             raise OtaroError(f"priority={priority!r}: give a whole number, larger for who goes first")
+        if not isinstance(sampling, Sampling | None):
+            raise OtaroError(
+                f"sampling={sampling!r}: give an otaro.Sampling, such as Sampling(temperature=0.7)"
+            )
         steps, rows = steps_and_rows(prefill, decode, None, precision)
         if rows is not None:
             raise PrecisionError("a request has one precision, or a schedule of them; make others for others")
@@ -166,7 +178,7 @@ class Scheduler(Loop):
             pieces=Pieces(self.tokenizer, ids, texts) if text else None,
             ends=frozenset(ends if ignore_eos else ends | self._end_of_text),
             logprobs=logprobs,
-            watched=list(watched),
+            watched=watched,
             deadline=float("inf") if deadline is None else now + deadline,
             priority=priority,
             arrived=now,

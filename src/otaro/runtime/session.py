@@ -112,7 +112,7 @@ def chat_tokens(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
     _check_template(tokenizer)
     try:
         return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
-    except TemplateError as error:  # one without a place for system messages, say
+    except (TemplateError, TypeError) as error:  # one without a place for system messages, say
         raise OtaroError(f"the model's chat template refuses these messages: {brief(error)}") from error
 
 
