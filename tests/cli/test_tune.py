@@ -1,5 +1,6 @@
 """`otaro tune` as a user meets it, on the built-in model."""
 
+import errno
 import json
 import math
 import os
@@ -11,8 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
 import otaro
@@ -20,6 +22,7 @@ from otaro.builtin import MODEL_DIR
 from otaro.cli.main import app
 from otaro.cli.tune import _show
 from otaro.cli.tune_ends import explained
+from otaro.errors import TargetError
 from otaro.evaluate.run_folder import Run
 from otaro.evaluate.subject import Subject
 from otaro.file.atomic import alone
@@ -706,6 +709,49 @@ def test_so_does_one_without_memory_on_the_host(error):
         explained(run),
     ):
         raise error
+
+
+FULL = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+CUT_OFF = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (FULL, "the disk is full; free some space or choose another place; "),
+        (OSError(errno.ENOSPC, "No space left on device"), "the disk is full; free some space or "),
+        (CUT_OFF, "a checkpoint could not be written to its end, for lack of space perhaps; free some space"),
+    ],
+    ids=["safetensors", "the system", "torch"],
+)
+@pytest.mark.parametrize(
+    ("place", "kept"),
+    [("model", "checkpoint-6; go on with: "), ("checkpoint-4", "nothing is kept, as the first checkpoint ")],
+)
+def test_a_full_disk_is_said_in_one_line(text, tmp_path, monkeypatch, error, words, place, kept):
+    run, save = tmp_path / "run", PreTrainedModel.save_pretrained
+
+    def full(model, target, *more, **settings):
+        if place in str(target):
+            raise error
+        save(model, target, *more, **settings)
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
+    stopped = tune(text, run).exception
+    assert isinstance(stopped, TargetError)
+    assert str(stopped).startswith(f"cannot write {run}")
+    assert f": {words}" in str(stopped)
+    assert kept in str(stopped)
+    assert "\n" not in str(stopped)
+
+
+@pytest.mark.parametrize(
+    "error", [SafetensorError("header too large"), OSError(errno.EIO, "no"), OSError("no")]
+)
+def test_other_failures_of_a_file_are_not_a_full_disk(tmp_path, error):
+    with pytest.raises(type(error)) as raised, explained(SimpleNamespace(out=tmp_path)):
+        raise error
+    assert raised.value is error
 
 
 def test_two_runs_in_one_folder_are_refused(text, tmp_path):

@@ -1,18 +1,22 @@
-"""A tuning run that ends early, by a signal, a lack of memory, a library's refusal, says what is kept."""
+"""A tuning run that ends early says what is kept: by a signal, for lack of memory or of space, by a library's
+refusal.
+"""
 
 from __future__ import annotations
 
+import errno
 import re
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from otaro.cli import console
-from otaro.errors import OtaroError, brief
+from otaro.errors import OtaroError, TargetError, brief
 from otaro.tune import processes
 
 if TYPE_CHECKING:
@@ -23,6 +27,9 @@ LESS_MEMORY = (
     "--lora 16, "
     "or several GPUs: torchrun --nproc_per_node N -m otaro tune ... --fsdp"
 )
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_CUT_OFF = "inline_container|PytorchStreamWriter"
+"""What torch says where a file of its own could not be written to its end; it tells no cause."""
 
 
 class _Terminated(KeyboardInterrupt):
@@ -59,11 +66,20 @@ def interruptible(run: TuningRun) -> Iterator[None]:
 
 @contextmanager
 def explained(run: TuningRun) -> Iterator[None]:
-    """End in one sentence where memory ran out, or another process of the run was killed."""
+    """End in one sentence where memory or space ran out, or another process of the run was killed."""
     import torch
+    from safetensors import SafetensorError
 
     try:
         yield
+    except TargetError as error:
+        if isinstance(error.__cause__, OSError) and _no_room(error.__cause__):
+            raise TargetError(f"{error}; {run.kept()}") from error
+        raise
+    except (OSError, SafetensorError) as error:
+        if (refused := _no_room(error)) is None:
+            raise
+        raise TargetError(f"{_as_told(run.out, refused)}; {run.kept()}") from error
     except (MemoryError, RuntimeError) as error:
         said = str(error)
         if isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in said:
@@ -74,7 +90,32 @@ def explained(run: TuningRun) -> Iterator[None]:
                 "lack of memory"
             )
             raise OtaroError(f"{why}; {run.kept()}") from error
+        if re.search(_CUT_OFF, said):
+            why = (
+                f"cannot write {run.out}: a checkpoint could not be written to its end, for lack of space "
+                "perhaps; free some space or choose another place"
+            )
+            raise TargetError(f"{why}; {run.kept()}") from error
         raise
+
+
+def _no_room(error: Exception) -> OSError | None:
+    """The system's refusal for lack of space, if it is one; safetensors gives it as text."""
+    if isinstance(error, OSError):
+        return error if error.errno in _NO_ROOM else None
+    code = re.search(r"os error (\d+)", str(error))
+    return OSError(int(code[1]), str(error)) if code and int(code[1]) in _NO_ROOM else None
+
+
+def _as_told(out: Path, refused: OSError) -> str:
+    """A refusal in the words that all commands have."""
+    from otaro.file.atomic import explained as worded_refusal
+
+    try:
+        with worded_refusal(out):
+            raise OSError(refused.errno, refused.strerror)  # without a name: wherever in the folder it was
+    except TargetError as told:
+        return str(told)
 
 
 @contextmanager
