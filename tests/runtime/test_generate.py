@@ -426,3 +426,14 @@ def test_a_seed_says_the_same_again(model):
     for options in ({"top_p": 0.8}, {"temperature": 1.5, "top_k": 0}, {"min_p": 0.05}):
         assert torch.equal(sampled(3, **options), sampled(3, **options))
         assert any(not torch.equal(sampled(3, **options), sampled(seed, **options)) for seed in (4, 5, 6))
+
+
+def test_ways_of_transformers_that_are_slow_say_so_and_are_reported(make_nested):
+    model = otaro.load(make_nested("llama"), "E5M6")
+    with pytest.warns(SlowWarning, match='prompt_lookup_num_tokens was given; draft="prompt" is'):
+        model.generate(IDS, prompt_lookup_num_tokens=3, **OPTIONS)
+    told = model.generation
+    assert (told.served_by, told.prompt_tokens, told.new_tokens) == ("transformers", IDS.shape[1], 12)
+    assert told.precisions == ["E5M6"]
+    with pytest.warns(SlowWarning, match="for guidance_scale it reads every token twice; leave"):
+        model.generate(IDS, guidance_scale=1.5, **OPTIONS)

@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from otaro.errors import OtaroError, PositionsWarning
 from otaro.runtime import obstacles
@@ -174,6 +175,11 @@ class Generates:
         cache = model_kwargs.get("past_key_values")
         given = cache if isinstance(cache, DecoderCache) else None
         mask = model_kwargs.get("attention_mask")
+        if any(type(one) is UnbatchedClassifierFreeGuidanceLogitsProcessor for one in logits_processor):
+            warn_slow(
+                self,
+                Obstacle("for guidance_scale it reads every token twice", "leave guidance_scale out"),
+            )
         # What a decoder keeps must stay writable when the caller's mode ends.
         with given.claimed() if given else nullcontext(), torch.inference_mode(False), torch.no_grad():
             batch = Batch(
@@ -206,14 +212,29 @@ class Generates:
             "_beam_search", obstacle, input_ids, logits_processor, stopping_criteria, options
         )
 
-    def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
+    def _assisted_decoding(
+        self,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **kwargs: Any,
+    ) -> Any:
         call = _call.get() or self._no_call()
         if call.phases or call.kv or call.rows or call.draft:
             told = "prefill, decode, schedule, precision, kv and draft"
             raise OtaroError(f"{told} do not go together with assisted generation")
-        self.generation = call.report
-        call.report.reason = "it is assisted by another model"
-        return super()._assisted_decoding(*args, **kwargs)  # type: ignore[misc]
+        report = self.generation = call.report
+        report.reason, report.prompt_tokens = "it is assisted by another model", input_ids.shape[1]
+        if generation_config.prompt_lookup_num_tokens is not None:
+            report.reason = "prompt_lookup_num_tokens was given"
+            warn_slow(self, Obstacle(report.reason, 'draft="prompt" is what the decoder has for that'))
+        watch = _Watch(self, call.phases, report)
+        result = super()._assisted_decoding(  # type: ignore[misc]
+            input_ids, logits_processor, stopping_criteria, generation_config, **kwargs
+        )
+        watch.close(result if isinstance(result, torch.Tensor) else result.sequences)
+        return result
 
     def _by_transformers(
         self,
