@@ -10,8 +10,10 @@ from uuid import UUID
 
 import openai
 import pytest
+from typer.testing import CliRunner
 
 import otaro
+from otaro.cli.main import app
 from otaro.errors import OtaroError
 from otaro.serve import server
 from otaro.serve.log import JsonLines
@@ -456,6 +458,22 @@ def test_without_the_extra_the_command_says_what_to_install(tmp_path):
     assert done.returncode == 1
     assert "otaro-llm[serve]" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"one-secret\n\xff\xfe\n", "it is not UTF-8; write one key into every line"),
+        (b"\n \n", "there is no key in it; write one into every line"),
+    ],
+)
+def test_a_file_that_holds_no_keys_is_named_and_not_quoted(chat_dir, tmp_path, content, words):
+    keys = tmp_path / "keys"
+    keys.write_bytes(content)
+    refused = CliRunner().invoke(app, ["serve", str(chat_dir), "--port", "0", "--api-key-file", str(keys)])
+    assert isinstance(refused.exception, OtaroError)
+    assert str(refused.exception) == f"--api-key-file {keys}: {words}"
+    assert refused.exception.__cause__ is None
 
 
 def test_the_command_takes_a_key_from_a_file(process, chat_dir, tmp_path):

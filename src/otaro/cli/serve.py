@@ -182,8 +182,12 @@ def serve(
 def _keys(key: str | None, file: Path | None) -> tuple[str, ...]:
     found = [] if key is None else [key]
     if file is not None:
-        lines = [line.strip() for line in file.read_text().splitlines()]
+        try:
+            lines = [line.strip() for line in file.read_text("utf-8").splitlines()]
+        except UnicodeDecodeError:
+            told = f"--api-key-file {file}: it is not UTF-8; write one key into every line"
+            raise OtaroError(told) from None  # which would quote what is in it
         if not any(lines):
-            raise OtaroError(f"{file}: there is no key in it; write one into every line")
+            raise OtaroError(f"--api-key-file {file}: there is no key in it; write one into every line")
         found += [line for line in lines if line]
     return tuple(found)
