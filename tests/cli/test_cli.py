@@ -426,6 +426,9 @@ def test_generate_says_who_served_and_why(packed, monkeypatch):
         (["--schedule", "E5M8"], ["--schedule E5M8: must be of the form 0:E5M8,100:E5M4"]),
         (["--schedule", "0:E5M8,0:E5M4"], ["--schedule", "twice"]),
         (["--stop", ""], ["--stop", "stops nothing"]),
+        (["--seed", str(2**64)], [f"--seed {2**64}: must be below 2^64"]),
+        (["--temperature", "inf"], ["--temperature inf: must be a finite number"]),
+        (["--repetition-penalty", "0"], ["--repetition-penalty 0: must be at least 0.01"]),
     ],
     ids=lambda value: " ".join(value),
 )

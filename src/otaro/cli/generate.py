@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,7 +37,7 @@ SystemOption = Annotated[
     str | None, typer.Option(help="A system message, which the model's chat template puts before the text.")
 ]
 SeedOption = Annotated[
-    int, typer.Option(help="Seed of the sampling: the same one gives the same text.", min=0, max=2**63 - 1)
+    int, typer.Option(help="Seed of the sampling: the same one gives the same text.", min=0)
 ]
 PrefillOption = Annotated[str | None, console.precision_option("Read the prompt at this precision.")]
 DecodeOption = Annotated[str | None, console.precision_option("Write new tokens at this precision.")]
@@ -208,6 +209,10 @@ def sampling(
     """Arguments for `model.generate`; seeds the sampler."""
     import torch
 
+    if seed >= 2**64:
+        raise typer.BadParameter("must be below 2^64", param_hint=f"--seed {seed}")
+    if not math.isfinite(temperature):
+        raise typer.BadParameter("must be a finite number", param_hint=f"--temperature {temperature}")
     torch.manual_seed(seed)
     penalty = {} if repetition_penalty == 1.0 else {"repetition_penalty": repetition_penalty}
     if temperature == 0.0:

@@ -108,8 +108,8 @@ def _complaint(error: Any) -> str:
         return f"{name}: {error.message}"
     given, bound = str(found[0]["input"]), found[0].get("ctx", {})
     words = {
-        "greater_than_equal": f"must be at least {bound.get('ge', 0):.20g}",
-        "less_than_equal": f"must be at most {bound.get('le', 0):.20g}",
+        "greater_than_equal": f"must be at least {_shortest(bound.get('ge', 0))}",
+        "less_than_equal": f"must be at most {_shortest(bound.get('le', 0))}",
         "int_parsing": "must be a whole number",
         "float_parsing": "must be a number",
     }
@@ -117,6 +117,10 @@ def _complaint(error: Any) -> str:
     told = words.get(found[0]["type"], error.message)
     told = f"choose from {listed.removesuffix('.').replace(chr(39), '')}" if choices else told
     return f"{name} {given if given.isprintable() else ascii(given)}: {told}"
+
+
+def _shortest(bound: float) -> str:
+    return str(int(bound) if bound == int(bound) else bound)
 
 
 def _metavar(argument: Any) -> str:
