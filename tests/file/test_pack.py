@@ -477,6 +477,37 @@ def test_a_model_quantized_otherwise_is_refused(checkpoint_dir, tmp_path):
         otaro.pack(source, tmp_path / "out")
 
 
+@pytest.mark.parametrize("more", [{}, {"quantization_config": {"group_size": 64, "bits": 4}}])
+def test_a_model_quantized_for_mlx_is_refused(more, checkpoint_dir, tmp_path):
+    """`mlx_lm` itself writes the entry twice."""
+    source = shutil.copytree(checkpoint_dir, tmp_path / "source")
+    edit_config(source, quantization={"group_size": 64, "bits": 4}, **more)
+    with pytest.raises(CheckpointError, match=r"is quantized \(MLX\); pack the checkpoint it was made from"):
+        otaro.pack(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("model", ["", " ", None, 5])
+def test_what_names_no_model_is_not_the_current_folder(
+    model, checkpoint_dir, nested_dir, tmp_path, monkeypatch
+):
+    what = f"model={model!r} names no model; give a directory"
+    monkeypatch.chdir(checkpoint_dir)
+    with pytest.raises(CheckpointError, match=what):
+        otaro.pack(model, tmp_path / "out")
+    monkeypatch.chdir(nested_dir)
+    with pytest.raises(CheckpointError, match=what):
+        otaro.load(model)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("out", ["", None, 5])
+def test_what_names_no_place_to_write_to_is_refused(out, checkpoint_dir, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TargetError, match=f"out={out!r} names no place to write to"):
+        otaro.pack(checkpoint_dir, out)
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_existing_target_is_refused_and_kept_unless_asked_to_overwrite(
     checkpoint_dir, nested_dir, tmp_path
 ):

@@ -450,6 +450,14 @@ def test_a_group_has_at_least_one_weight(group_size):
         encode(torch.ones(4), group_size)
 
 
+@pytest.mark.parametrize(
+    "weight", [torch.eye(3).to_sparse(), [0.5, 1.0], None], ids=["sparse", "list", "None"]
+)
+def test_what_is_no_dense_tensor_is_refused_by_name(weight):
+    with pytest.raises(WeightError, match=r"up_proj is no dense tensor; give one, as to_dense\(\)"):
+        encode(weight, name="up_proj")
+
+
 @pytest.mark.parametrize("reconstruction", ["round", "Midpoint", "", None], ids=repr)
 def test_an_unknown_reconstruction_is_refused_with_the_known_ones(reconstruction):
     with pytest.raises(WeightError, match=rf"{reconstruction!r}; choose from midpoint, truncate"):

@@ -56,7 +56,7 @@ def resolve_model(
     model: str | os.PathLike[str], patterns: Sequence[str] | None = None, hub: Hub = HUB
 ) -> Path:
     """The local directory of a model: a directory as it is, `builtin`, or a Hub id, fetched to its cache."""
-    path = Path(model)
+    path = Path(_name(model))
     if hub.revision is not None and (path.is_dir() or str(model) == BUILTIN):
         raise CheckpointError(
             f"{model} is on this machine and has no revision {hub.revision!r}; leave the revision out"
@@ -75,12 +75,21 @@ def resolve_model(
 
 def resolve_nested(model: str | os.PathLike[str], precision: Precision | None = None, hub: Hub = HUB) -> Path:
     """`resolve_model` for nested models, with the shards that `precision` needs; without, all there are."""
-    refuse_file(Path(model))
+    refuse_file(Path(_name(model)))
     path = resolve_model(model, ["config.json", shard_name(BASE), QUALITY_FILE, FITS_FILE, *SIDECARS], hub)
     base = path / shard_name(BASE)
     if base.is_file() and not Path(model).is_dir():
         hub.fetch_planes(str(model), base, precision)
     return path
+
+
+def _name(model: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """What was given, if it names a model: nothing at all would be the current folder."""
+    if not isinstance(model, str | os.PathLike) or not str(model).strip():
+        raise CheckpointError(
+            f"model={model!r} names no model; give a directory (. for this one) or a Hub id"
+        )
+    return model
 
 
 class Checkpoint:
@@ -333,8 +342,10 @@ def _read_config(directory: Path) -> Any:
         raise CheckpointError(
             f"{directory}: config.json describes no model that transformers knows: {brief(error)}"
         ) from error
-    if (quantized := getattr(config, "quantization_config", None)) is not None:
+    quantized, mlx = (getattr(config, name, None) for name in ("quantization_config", "quantization"))
+    if quantized is not None or mlx:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        method = method or ("MLX" if mlx else None)
         raise CheckpointError(
             f"{directory} is already a nested model; use it as it is"
             if method == "sefp"

@@ -91,6 +91,8 @@ def pack(
     `revision`, `token` and `cache_dir` are those of transformers, for a model on the Hub. `chosen` has codes
     that were chosen otherwise, `record` what `otaro.json` says of them.
     """
+    if not isinstance(out, str | os.PathLike) or not str(out):
+        raise TargetError(f"out={out!r} names no place to write to; give a new directory")
     source = Path(model) if is_gguf(model) else resolve_model(model, hub=Hub(revision, token, cache_dir))
     coding = choose_coding(source, group_size, reconstruction)
     target = Path(os.path.realpath(out))  # also in case the current directory is what gets replaced

@@ -138,6 +138,8 @@ def encode(
     >>> t.decode("E5M3").tolist()
     [0.8125, -0.3046875, -0.0]
     """
+    if not isinstance(weight, torch.Tensor) or weight.layout != torch.strided:
+        raise WeightError(f"{name} is no dense tensor; give one, as to_dense() or torch.tensor() makes it")
     if weight.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise WeightError(f"{name} is {weight.dtype}; SEFP encodes float16, bfloat16 and float32 tensors")
     if group_size < 1:
