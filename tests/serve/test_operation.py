@@ -18,6 +18,7 @@ from otaro.errors import OtaroError
 from otaro.serve import server
 from otaro.serve.log import JsonLines
 from otaro.serve.settings import Settings
+from tests.refusals import misuse
 
 LONG = {"prompt": "The", "max_tokens": 500, "ignore_eos": True}  # the built-in model has 512 positions
 SHORT = {"prompt": "The", "max_tokens": 2}
@@ -434,11 +435,51 @@ def test_an_error_is_logged_by_where_it_happened_and_not_by_what_it_says():
         ({"precision": "E5M9"}, "unknown precision"),
         ({"auto_margin": 2.0}, "auto_margin=2.0"),
         ({"auto_finest": "E5M3", "auto_coarsest": "E5M4"}, "is coarser"),
+        ({"draft": "e5m8"}, "draft='e5m8': a draft is coarser than what it serves, and E5M8 is the finest"),
+        ({"draft": "prompt+E5M8"}, "a draft is coarser"),
+        ({"origins": ("https://a.example", "foo")}, "origins 'foo': it is no origin"),
+        ({"origins": ("https://",)}, "it is no origin"),
+        ({"origins": ("https://a.example\n",)}, "it is no origin"),
+        ({"origins": ("https://a.example/",)}, "no path"),
+        ({"origins": ("https://A.example",)}, "no capitals"),
     ],
 )
 def test_wrong_settings_are_refused(settings, words):
     with pytest.raises(OtaroError, match=words):
         Settings(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"draft": "prompt+E5M7"}, {"draft": "prompt"}, {"origins": ("*", "null")}]
+)
+def test_what_may_be_of_use_is_taken(settings):
+    Settings(**settings)
+    Settings(
+        origins=("https://a.example", "http://localhost:3000", "http://[::1]:80", "chrome-extension://ab")
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ["--draft", "E5M8"],
+            "--draft E5M8: a draft is coarser than what it serves, and E5M8 is the finest ",
+        ),
+        (["--draft", "prompt+E5M8"], "--draft prompt+E5M8: a draft is coarser than what it serves, "),
+        (["--cors", "foo"], "--cors 'foo': it is no origin; write it as https://page.example or "),
+        (
+            ["--cors", "*", "--cors", "https://a.example/x"],
+            "--cors 'https://a.example/x': an origin has no path",
+        ),
+        (["--cors", ""], "--cors '': it is no origin; "),
+        (["--name", ""], "--name '': give a name, or leave it out for that of the directory"),
+        (["--name", " "], "--name '': give a name"),
+    ],
+)
+def test_an_option_that_could_be_of_no_use_is_refused_as_it_was_given(chat_dir, monkeypatch, words, told):
+    monkeypatch.setattr(server, "listen", lambda *_: pytest.fail("it would start"))
+    assert misuse(CliRunner().invoke(app, ["serve", str(chat_dir), *words])).startswith(told)
 
 
 def test_an_address_that_cannot_be_had_is_named(tiny):

@@ -130,14 +130,17 @@ def serve(
         raise OtaroError(f"otaro serve needs {error.name}; {install('serve')}") from None
     import otaro
     from otaro.serve.service import Service
-    from otaro.serve.settings import Settings
+    from otaro.serve.settings import Settings, check_origins
 
     console.check_precisions("--precision", precision, fits=True, others=("auto",))
     console.check_precisions("--auto-finest", auto_finest)
     console.check_precisions("--auto-coarsest", auto_coarsest)
     console.check_precisions("--kv", kv)
+    if name is not None and not name.strip():
+        raise console.Misuse("--name '': give a name, or leave it out for that of the directory")
     keys = _keys(api_key, api_key_file)
     with console.usage(), console.named_as_options():
+        check_origins(cors or (), "--cors")
         settings = Settings(
             precision=precision,
             draft=draft,

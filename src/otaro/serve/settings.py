@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from otaro.errors import OtaroError
 from otaro.file.fits import is_fit
 from otaro.runtime.draft import Draft
-from otaro.sefp.precision import Precision
+from otaro.sefp.precision import PRECISIONS, Precision
+
+_ORIGIN = "write it as https://page.example or http://localhost:3000, or * for all"
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,13 @@ class Settings:
             )
         if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.keys):
             raise OtaroError("an API key is made of printable ASCII characters without spaces, one at least")
-        Draft.of(self.draft)
+        check_origins(self.origins, "origins")
+        draft = Draft.of(self.draft)
+        if draft is not None and draft.precision == (finest := PRECISIONS[0]):
+            raise OtaroError(
+                f"draft={self.draft!r}: a draft is coarser than what it serves, and {finest} is the finest "
+                "there is; choose a coarser one, or leave it out"
+            )
         if self.precision not in (None, "auto") and not is_fit(self.precision):
             Precision(self.precision or "")
         if self.auto_finest and Precision(self.auto_finest) < Precision(self.auto_coarsest):
@@ -80,3 +90,14 @@ class Settings:
                 f"auto_finest={self.auto_finest}: is coarser than {self.auto_coarsest}, the coarsest that "
                 "auto may choose"
             )
+
+
+def check_origins(origins: Iterable[str], named: str) -> None:
+    """Refuse what no browser gives as a page's origin; `named` is what they were given as."""
+    for one in origins:
+        # browsers write them in small letters, and `null` for a page from a file
+        if one not in ("*", "null") and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[!-~]+", one):
+            raise OtaroError(f"{named} {one!a}: it is no origin; {_ORIGIN}")
+        host = one.partition("://")[2]
+        if re.search(r"[A-Z/?#@\\]", host):
+            raise OtaroError(f"{named} {one!a}: an origin has no path and no capitals; {_ORIGIN}")
