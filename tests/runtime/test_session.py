@@ -7,6 +7,7 @@ import otaro
 from otaro.builtin import MODEL_DIR
 from otaro.kernels import cpu
 from otaro.runtime.session import ChatSession
+from tests.pages import ROOT
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 TEMPLATE = (
@@ -142,3 +143,11 @@ def test_keys_and_values_may_be_packed(session):
 def test_packed_keys_need_the_decoder(session):
     with pytest.raises(otaro.OtaroError, match=r"kv=E5M7 needs the decoder.*OTARO_KERNELS=reference"):
         ChatSession(session.model, session.tokenizer, otaro.Precision("E5M7"))
+
+
+def test_pages_say_where_it_is_imported_from():
+    pages = [page for page in (ROOT / "docs").glob("*.md") if "ChatSession" in page.read_text()]
+    assert pages
+    for page in pages:
+        first = next(part for part in page.read_text().split("\n\n") if "ChatSession" in part)
+        assert f"`from {ChatSession.__module__} import ChatSession`" in first, page.name
