@@ -189,6 +189,8 @@ def test_a_model_without_a_template_goes_on_with_the_text(tiny, monkeypatch):
         ({"questions": {}}, "questions"),
         ({"questions": []}, "questions"),
         ({"questions": {"q": {"type": "essay", "criteria": {}}}}, "questions.q.type"),
+        ({"questions": {"q": {"type": "foo"}}}, "questions.q.type"),
+        ({"questions": {"q": {"type": ["choice"], "by": "letters"}}}, "questions.q.type"),
         ({"questions": {"q": {"type": "choice", "criteria": {}}}}, "questions.q.criteria"),
         ({"questions": {"q": {"type": "choice"}}}, "questions.q.criteria"),
         ({"questions": {"q": {"type": "score", "criteria": ["x"] * 27}}}, "questions.q.criteria"),

@@ -312,7 +312,12 @@ def test_many_clients_at_once_each_get_what_they_would_get_alone(tiny):
         ("tools", [{"type": "function"}], "does not support"),
         ("draft", "E5M9", "give a precision, prompt, or prompt+E5M3"),
         ("draft", 3, "give a text"),
-        ("precision", {"draft": "E5M3"}, "precision.prefill"),
+        (
+            "precision",
+            {"prefill": "E5M8", "decode": "E5M4", "lm_head": "E5M8"},
+            "precision.lm_head: there is no",
+        ),
+        ("precision", {"decode": "E5M8"}, "precision.prefill: it is missing"),
         ("logit_bias", {"5": 1}, "does not support"),
         ("presence_penalty", 1, "leave it out, or give 0"),
         ("nonsense", 1, "no such field"),
@@ -351,6 +356,18 @@ def test_a_wrong_field_is_named(tiny, field, value, words):
     assert words in error["message"]
 
 
+@pytest.mark.parametrize(
+    "value", [{}, {"-1": "E5M8"}, {"*": "E5M3", "lm_head": "E5M8"}, {"draft": "E5M3"}], ids=str
+)
+def test_a_precision_of_no_form_is_told_the_forms_there_are(tiny, value):
+    error = tiny.post("/v1/completions", {"prompt": "The", "precision": value}).json()["error"]
+    assert error["param"] == "precision"
+    assert error["message"] == (
+        'precision: give "E5M4", "auto", {"prefill": "E5M8", "decode": "E5M4"}, or a schedule by numbers of '
+        'new tokens, {"0": "E5M8", "100": "E5M4"}; a mapping of modules is not served'
+    )
+
+
 def test_the_client_raises_what_it_should(tiny):
     with pytest.raises(openai.BadRequestError) as caught:
         tiny.client.chat.completions.create(
@@ -377,7 +394,12 @@ def test_the_client_raises_what_it_should(tiny):
         (b"[" * 100_000, "nested too deeply"),
         (b'{"prompt": "a", "max_tokens": 1e400}', "max_tokens"),
         (b'{"prompt": []}', "not an empty one"),
-        (b'{"prompt": [[]]}', "prompt[0]"),
+        (b'{"prompt": [[]]}', "prompt[0]: give a text, or a list of tokens, and not an empty one"),
+        (b'{"prompt": [1.5]}', "prompt[0]: give a text, or tokens as whole numbers, not 1.5"),
+        (b'{"prompt": [1, 1.5]}', "prompt[1]: give a token, a whole number as beside it, not 1.5"),
+        (b'{"prompt": ["a", null]}', "prompt[1]: give a text, or tokens as whole numbers, not null"),
+        (b'{"prompt": ["a", [5, true]]}', "prompt[1][1]: give a token, a whole number, not true"),
+        (b'{"prompt": ["\\ud800"]}', "prompt[0]: it holds half of a surrogate pair"),
         (b'{"prompt": [99999999]}', "vocabulary"),
         (b'{"prompt": [-1]}', "vocabulary"),
         (b'{"prompt": ""}', "no token"),

@@ -90,6 +90,8 @@ def decisions_ask(body: dict[str, Any]) -> Decisions:
 def _question(name: str, value: object) -> Question:
     fields = Fields(value, f"questions.{name}"[:200])
     kind, at = fields.required("type"), fields.path("criteria")
+    if kind not in ("choice", "score", "noul"):
+        raise wrong(fields.path("type"), f"give choice, score or noul, not {shown(kind)}")
     by = fields.take("by") or "label"
     if by not in ("label", "text") or (by == "text" and kind == "noul"):
         raise wrong(fields.path("by"), "give label, or for a choice or a score text")
@@ -111,13 +113,11 @@ def _question(name: str, value: object) -> Question:
             raise wrong(at, f"give a list of 1 to {len(_LETTERS)} levels")
         answers, legend = [str(number) for number in range(len(criteria))], criteria
         said = lines = [_worded(one, f"{at}[{number}]") for number, one in enumerate(criteria)]
-    elif kind == "noul":
+    else:
         inner = Fields(criteria or {}, at)
         means = [_worded(inner.take(answer), f"{at}.{answer}") for answer in ("true", "false")]
         inner.end()
         answers, lines = ["true", "false"], means
-    else:
-        raise wrong(fields.path("type"), f"give choice, score or noul, not {shown(kind)}")
     fields.end()
     if by == "text":
         return Question(name, kind, told, answers, legend, said)

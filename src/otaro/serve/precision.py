@@ -24,6 +24,10 @@ from otaro.serve.errors import ApiError, wrong
 from otaro.serve.fields import Fields, shown
 
 AUTO = "auto"
+_FORMS = (
+    'give "E5M4", "auto", {"prefill": "E5M8", "decode": "E5M4"}, or a schedule by numbers of new tokens, '
+    '{"0": "E5M8", "100": "E5M4"}; a mapping of modules is not served'
+)
 
 
 @dataclass(frozen=True)
@@ -171,6 +175,8 @@ class Precisions:
                     "precision", 'the schedule does not say what reads the prompt; give one for "0" too'
                 )
             return Plan(steps)
+        if value.keys().isdisjoint(("prefill", "decode")):
+            raise wrong("precision", _FORMS)
         fields = Fields(value, "precision")
         prefill, decode = fields.required("prefill"), fields.required("decode")
         fields.end()

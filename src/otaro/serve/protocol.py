@@ -240,11 +240,23 @@ def _prompts(value: object) -> list[Prompt]:
         raise wrong("prompt", "give a text, a list of tokens, or a list of either, and not an empty one")
     if _are_tokens(value):
         return [value]
+    if any(_are_tokens([one]) for one in value):
+        number, odd = next((at, one) for at, one in enumerate(value) if not _are_tokens([one]))
+        raise wrong(f"prompt[{number}]", f"give a token, a whole number as beside it, not {shown(odd)}")
     if len(value) > MAX_CHOICES:
         raise wrong("prompt", f"give {MAX_CHOICES} prompts at most, not {len(value)}")
     for number, one in enumerate(value):
-        if not (isinstance(one, list) and one and _are_tokens(one)):
-            checked_text(one, f"prompt[{number}]")
+        at = f"prompt[{number}]"
+        if isinstance(one, str):
+            checked_text(one, at)
+        elif isinstance(one, list) and one:
+            for place, token in enumerate(one):
+                if not _are_tokens([token]):
+                    raise wrong(f"{at}[{place}]", f"give a token, a whole number, not {shown(token)}")
+        elif isinstance(one, list):
+            raise wrong(at, "give a text, or a list of tokens, and not an empty one")
+        else:
+            raise wrong(at, f"give a text, or tokens as whole numbers, not {shown(one)}")
     return value
 
 
