@@ -63,8 +63,8 @@ class Engine:
         """A request, answered as soon as there is memory; refused at once where it can never be.
 
         - `precision`: one for all of it, a mapping as `otaro.set_precision` takes it, or one from numbers of
-          new tokens to precisions, {0: "E5M8", 100: "E5M4"}; `prefill` and `decode` are short for 0 and 1.
-          Without any the model is run as it is set when a step begins.
+          new tokens to precisions, {0: "E5M8", 100: "E5M4"}; or `prefill` for the prompt and `decode` for the
+          answer. Without any the model is run as it is set when a step begins.
         - `max_new_tokens`: by default 256, or fewer where a model has no more positions, or the engine no
           more memory.
         - `draft`: who writes ahead, to be checked at the request's precision: a coarser one, "prompt" (what
