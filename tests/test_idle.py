@@ -40,7 +40,7 @@ def unread(options, training=None, around=None):
         (replace(BEST, distill_at=(M8, M3)), OF_ALL),
         (replace(BEST, reconstruction="truncate"), {*OF_ALL, "calibrate"}),
     ],
-    ids=lambda value: str(value) if isinstance(value, set) else value.method,
+    ids=lambda value: " ".join(sorted(value)) if isinstance(value, set) else value.method,
 )
 def test_what_a_method_does_not_read(options, names):
     assert unread(options) == names
